@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -36,4 +37,17 @@ def byte_tokenizer(chat_template: str | None = CHATML, *, eos: str | None = "<|i
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
     tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+OPENS, CLOSES = "<|im_start|> $A", "$A <|im_end|>"
+
+
+def adding_tokenizer(single: str, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Return a byte tokenizer that adds a special token to raw text, as ``OPENS`` or ``CLOSES`` shows."""
+    tokenizer = byte_tokenizer(chat_template)
+    names = ("<|im_start|>", "<|im_end|>")
+    special_tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    processor = TemplateProcessing(single=single, special_tokens=special_tokens)
+    tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer

@@ -180,6 +180,16 @@ def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {key: value for key, value in tensors.items() if key not in head}, head
 
 
+def shared_by_the_head(path: Path) -> list[str]:
+    """Assert that the head's copies of the embedding and the lm_head equal the trunk's; return their keys."""
+    layout, tensors = layout_of(open_checkpoint(path)), all_tensors(path)
+    repeated = [key for key in tensors if layout.is_head_key(key) and layout.shared_key(key) is not None]
+    for key in repeated:
+        is_output = key.endswith("head.weight") and layout.lm_head_key in tensors
+        assert torch.equal(tensors[key], tensors[layout.lm_head_key if is_output else layout.embed_key]), key
+    return repeated
+
+
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are equal, bit for bit."""
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())

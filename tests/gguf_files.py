@@ -17,8 +17,8 @@ from tiny import tiny_head, tiny_trunk
 VOCAB_SIZE = 272
 
 
-def checkpoint_with_head(path: Path, family_name: str) -> Path:
-    trunk = tiny_trunk(family_name, vocab_size=VOCAB_SIZE)
+def checkpoint_with_head(path: Path, family_name: str, num_experts: int | None = None) -> Path:
+    trunk = tiny_trunk(family_name, vocab_size=VOCAB_SIZE, num_experts=num_experts)
     save_with_head(trunk, tiny_head(trunk), path)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>"]})

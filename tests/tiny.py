@@ -36,6 +36,8 @@ ALL_FAMILIES = tuple(family.name for family in FAMILIES if _runs(family))
 FAMILY_NAMES = ("qwen3_5", "glm4_moe")
 """A head beside the trunk and one after it: enough for what no record can change."""
 WEIGHT_STD = 0.3
+MANY_EXPERTS = 12
+"""More than ten, so that the order of their names (0, 1, 10, 11, 2) is not the order of their numbers."""
 CACHE_KINDS = {
     "full": "glm4_moe",
     "recurrent": "qwen3_5",
@@ -63,9 +65,10 @@ def tiny_trunk(
     vocab_size: int = VOCAB_SIZE,
     num_layers: int | None = None,
     width: int | None = None,
+    num_experts: int | None = None,
 ) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
-    model = tiny_model(name, seed, tied, vocab_size, num_layers, width)
+    model = tiny_model(name, seed, tied, vocab_size, num_layers, width, num_experts)
     return Trunk(model.requires_grad_(False).eval(), family_of(name))
 
 
@@ -76,10 +79,11 @@ def tiny_model(
     vocab_size: int = VOCAB_SIZE,
     num_layers: int | None = None,
     width: int | None = None,
+    num_experts: int | None = None,
 ) -> Any:
     """Return the model of a tiny trunk as transformers makes it, in training mode."""
     family = family_of(name)
-    config = tiny_config(name, tied, vocab_size, num_layers, width)
+    config = tiny_config(name, tied, vocab_size, num_layers, width, num_experts)
     if family.trunk.stand_in is not None:
         model = family.trunk.stand_in.model_class()(config.get_text_config())
     else:

@@ -33,6 +33,7 @@ _EXPERTS: dict[str, Any] = {
     **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
 }
 _MIXTURE: dict[str, Any] = {**_QWEN_EXPERTS, **_EXPERTS, "num_local_experts": 4}
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _LATENT: dict[str, Any] = {
     **{"head_dim": 8, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16},
     **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 14},
@@ -314,10 +315,12 @@ def tiny_config(
     vocab_size: int = VOCAB_SIZE,
     num_layers: int | None = None,
     width: int | None = None,
+    num_experts: int | None = None,
 ) -> PretrainedConfig:
     """Return the config of a tiny trunk, of as few layers as show all of its kinds or of another number.
 
-    ``width``: of its hidden states and its dense MLPs.
+    ``width``: of its hidden states and its dense MLPs. ``num_experts``: of a mixture, in place of four. With more than
+    ten, the order of the experts' numbers is not the order of their names.
     """
     family = family_named(name)
     fields = copy.deepcopy({**_FIELDS, **_ATTACHED}.get(name, {}))
@@ -337,4 +340,9 @@ def tiny_config(
         released = family.model_types[0] if stand_in is None else stand_in.model_type
         model_type = fields.pop("model_type", released)
         fields = {**_derived(family, model_type), **fields, **common}
-    return AutoConfig.for_model(model_type, **fields)
+    config = AutoConfig.for_model(model_type, **fields)
+    text_config = config.get_text_config()
+    for field in _NUM_EXPERTS if num_experts is not None else ():
+        if getattr(text_config, field, None) is not None:
+            setattr(text_config, field, num_experts)
+    return config

@@ -107,9 +107,10 @@ def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[
         "seed": recipe.seed if settings.temperature else None,
         "answered_by": "decoder" if settings.endpoint is None else "server",
         "served_model": None if settings.endpoint is None else settings.model,
-        # Absent without any: responses of runs that had no such field are still found.
-        **({"chat_template_kwargs": variables} if (variables := recipe.data.chat_template_kwargs) else {}),
     }
+    # Absent where unset: responses of runs that had no such field are still found.
+    later = {"quantization": recipe.model.quantization, "chat_template_kwargs": recipe.data.chat_template_kwargs}
+    deciding |= {name: value for name, value in later.items() if value}
     return run.directory.path / DATA / f"responses-{settings_key(deciding)}", deciding
 
 

@@ -206,7 +206,8 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     hidden_fn: HiddenFn
     hidden_fn = HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
     with trunk.computing_in(module.compute_dtype):
-        state, settings = one_state(hidden_fn, device), (recipe.train.precision, recipe.model.quantization)
+        state = one_state(hidden_fn, device)
+        settings = (recipe.train.precision, recipe.model.quantization, trunk.dtype_name)
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
         digest = cache_digest(inputs.contents[TRUNK], adapter, documents, state, *settings)
         cache = HiddenCache(Path(spec.directory or run.directory.path / HIDDEN) / digest, documents, state)

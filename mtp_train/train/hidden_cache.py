@@ -50,7 +50,7 @@ def cache_digest(
 
     Args:
         state: Any state, whose width and dtype count.
-        settings: The precision and the quantisation of the trunk.
+        settings: The precision, the quantisation and the held dtype of the trunk.
     """
     tokens = hashlib.sha256()
     for document in documents:

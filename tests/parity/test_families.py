@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,18 +22,16 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from adapters import assert_like_peft, write_adapter
-from checkpoints import all_tensors, same, save_stripped, save_with_head
+from checkpoints import all_tensors, same, save_stripped, save_with_head, shared_by_the_head
 from heads_by_hand import HANDS, forward_by_hand
 from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_train import graft, inspect, merge
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.data.pack import PackedBatch
-from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import build_head, graft_plan, trained_head
-from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
@@ -90,40 +87,6 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def random_tokens(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> Tensor:
     return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
-
-
-# Key map
-
-
-def takes_several_modules(family: Family) -> bool:
-    """Whether the layout has a place for more than one module."""
-    return all("{module}" in rule.native or "{layer}" in rule.native for rule in family.keys.rules)
-
-
-def test_native_keys_to_ours_and_back_is_the_identity(built: Built) -> None:
-    family, config = built.trunk.family, built.trunk.config.get_text_config()
-    for num_modules in (1, 3) if takes_several_modules(family) else (1,):
-        state = {
-            name: torch.randint(-(2**15), 2**15, value.shape, dtype=torch.int16)
-            for name, value in empty_head(family, config, num_modules).items()
-        }
-        for prefix in family.keys.trunk_prefixes:
-            for fused in (False, True):
-                num_sublayers = 2 if family.name == "nemotron_h" else 1
-                layout = HeadLayout(family, prefix, 46, num_sublayers=num_sublayers, fused_experts=fused)
-                assert_round_trip(layout, state)
-
-
-def assert_round_trip(layout: HeadLayout, state: dict[str, Tensor]) -> None:
-    pieces = [(key, part) for name, value in state.items() for key, part in layout.split(name, value)]
-    native = dict(pieces)
-    assert len(native) == len(pieces), "no two tensors share a key"
-    assert all(layout.is_head_key(key) and layout.shared_key(key) is None for key in native)
-    has_single_experts = any(re.search(r"\.experts\.\d+\.", key) for key in native)
-    assert not (layout.fused_experts and has_single_experts)
-    joined = layout.join(native)
-    assert same(joined, state)
-    assert same({key: part for name, value in joined.items() for key, part in layout.split(name, value)}, native)
 
 
 # The head's forward against one that is independent of ours
@@ -528,6 +491,7 @@ def assert_holds(out: Path, finetune: Path, base: Path, own: Mapping[str, Tensor
     assert same({key: written[key] for key in tuned}, tuned)
     assert written.keys() - tuned.keys() == {key for key in original if layout.is_head_key(key)}
     assert same({key: written[key] for key in own}, dict(own))
+    shared_by_the_head(out)
     fields = open_checkpoint(base).family.declaration.fields
     ours, theirs = (open_checkpoint(path).text_config for path in (out, base))
     assert all(ours.get(field) == theirs.get(field) for field in fields)

@@ -171,7 +171,7 @@ def test_a_wrong_window_is_found(name: str, kind: str, fault_in: Callable[[Trunk
 
 
 def test_keys_in_bf16_are_no_rounding_of_fp32() -> None:
-    """An error as small as bf16's rounding changes few tokens of an fp32 decoder, and is found where it changes none."""
+    """An error as small as bf16's rounding changes few texts of an fp32 decoder, and is found in the others."""
     trunk = trunk_of("qwen3_5", torch.float32)
     checks = checked(trunk, drafting_of("qwen3_5", "head", torch.float32), faults.coarse_keys)
     unchanged = [one for one in checks if one.verdict == "identical"]

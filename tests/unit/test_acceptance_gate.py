@@ -166,6 +166,52 @@ def p_value(pair: Pair) -> float:
     return found
 
 
+def by_hand(differences: Sequence[int]) -> Pair:
+    """Return a head that accepts so many drafts more than its baseline in ten rounds of each prompt."""
+    arms = [[counts(f"p{number}", 10, 5 + more) for number, more in enumerate(arm)] for arm in (differences, [0] * 10)]
+    return Pair(*arms)
+
+
+# The mean of these is 1 and their standard error sqrt(14 / 9 / 10) = 0.3944: t = 2.535 with 9 degrees of freedom, p =
+# 0.032. Tables have 2.262 for 5 % and 2.685 for 2.5 %.
+GAIN = by_hand([3, 2, 2, 2, 1, 1, 0, 0, 0, -1])
+LOSS = by_hand([-3, -2, -2, -2, -1, -1, 0, 0, 0, 1])
+NOTHING = by_hand([1, -1] * 5)
+LARGE = by_hand([4, 3, 3, 3, 2, 2, 2, 2, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "passed", "verdicts"),
+    [
+        ([GAIN], True, ["above"]),
+        ([GAIN, NOTHING], False, ["neither", "neither"]),
+        ([GAIN, LARGE], True, ["above", "above"]),
+        ([LOSS], False, ["below"]),
+        ([LOSS, NOTHING], False, ["below", "neither"]),
+        ([NOTHING, LARGE], True, ["neither", "above"]),
+        ([LOSS, LARGE], False, ["below", "above"]),
+        ([LARGE, NOTHING, LOSS], False, ["above", "neither", "below"]),
+    ],
+)
+def test_a_gain_is_corrected_for_the_settings_and_a_loss_is_not(
+    pairs: list[Pair], passed: bool, verdicts: list[str]
+) -> None:
+    verdict = decide_gate({f"setting {number}": pair for number, pair in enumerate(pairs)}, "graft")
+    assert [p_value(one) for one in (GAIN, LOSS)] == pytest.approx([0.032, 0.032], abs=5e-4)
+    assert (verdict.passed, [one.verdict for one in verdict.settings]) == (passed, verdicts)
+    if verdicts == ["below", "neither"]:
+        # 0.1 +- 2.262 * 0.03944, and not 2.685 times.
+        assert "the 95 % interval of the gain, [-0.189, -0.011], lies below 0" in verdict.reason
+
+
+@pytest.mark.parametrize(("settings", "t"), [(1, 2.2622), (2, 2.6850), (4, 3.1109)])
+def test_the_power_is_that_of_the_corrected_test(settings: int, t: float) -> None:
+    """t of 9 degrees of freedom at 5, 2.5 and 1.25 % two-sided; 0.8834 at 20 % one-sided."""
+    pairs = [GAIN, *[LARGE] * (settings - 1)]
+    verdict = decide_gate({f"setting {number}": pair for number, pair in enumerate(pairs)}, "graft")
+    assert verdict.settings[0].detectable_gain == pytest.approx((t + 0.8834) * 0.03944, abs=1e-5)
+
+
 def test_equal_heads_at_three_settings_pass_no_more_often() -> None:
     rng = np.random.default_rng(9)
     runs = [{name: Pair(*arms(rng, 12)) for name in "abc"} for _ in range(300)]

@@ -71,6 +71,18 @@ def test_interval_of_a_mean_is_students() -> None:
     assert tau_interval(prompts) == pytest.approx((2.5 - half, 2.5 + half), abs=1e-3)
 
 
+def test_degrees_of_freedom_are_of_the_effective_number_of_groups() -> None:
+    """By Kish, 40 rounds and six times 10 count as 100^2 / 2200 = 4.5 groups."""
+    long, equal = ([counts(f"p{i}", rounds, i) for i, rounds in enumerate((first, *[10] * 6))] for first in (40, 10))
+    spreads = [tau_difference(*arms).spread for arms in ((long, long), (equal, equal), (long, equal), (equal, long))]
+    # Of two arms the mean share counts: (0.4 + 1/7) / 2, and six times (0.1 + 1/7) / 2, are 6.2 groups.
+    assert [spread and spread.freedom for spread in spreads] == [3, 6, 5, 5]
+    # 21 of 100 drafts; without a group 21 of 60, or 21 - i of 90. t = 3.182 for 3 degrees of freedom.
+    without = np.array([21 / 60, *((21 - i) / 90 for i in range(1, 7))])
+    half = 3.182 * math.sqrt(6 / 7 * float(((without - 0.21) ** 2).sum()))
+    assert width(tau_interval(long)) == pytest.approx(half + min(half, 0.21), abs=1e-3)
+
+
 def test_groups_count_and_not_their_prompts() -> None:
     """Ten groups of one prompt, and the same ten with every prompt cut into four: the interval is the same."""
     whole = [counts(f"p{i}", 40, 4 * (i + 1), 2 * i) for i in range(10)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import OPENS, adding_tokenizer, byte_tokenizer
 from mtp_inference import Request, Sampling
 from mtp_train.answers.endpoint import MAX_ATTEMPTS, Endpoint, Refusal, Response
 from mtp_train.errors import DataError
@@ -34,7 +34,8 @@ def connect() -> Iterator[Connect]:
             reply: ReplyFn, models: tuple[str, ...] = ("trunk",), **settings: Any
         ) -> tuple[Endpoint, Served, list[float]]:
             served, waits = stack.enter_context(openai_server(reply, models)), []
-            endpoint = Endpoint(served.url, TOKENIZER, {EOS}, 259, **settings)
+            # A tokenizer that opens raw text must not open a response.
+            endpoint = Endpoint(served.url, adding_tokenizer(OPENS), {EOS}, 259, **settings)
             endpoint.wait = waits.append
             stack.callback(endpoint.close)
             return endpoint, served, waits

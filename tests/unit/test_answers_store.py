@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore, settings_key
 from mtp_train.errors import DataError
+from mtp_train.runs.regeneration import responses_directory
+from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from runs import tiny_recipe
 
 EOS = 0
 
@@ -89,3 +94,43 @@ def test_responses_to_prompts_of_another_split_are_not_learnt_from(tmp_path: Pat
     documents, counts = store.to_documents(64, {"a": "joined", "never answered": "g"})
     assert [(document.id, document.group) for document in documents] == [("a", "joined")]
     assert counts.responses == 1
+
+
+def test_answers_of_other_settings_have_a_directory_of_their_own(tmp_path: Path) -> None:
+    """Every recipe that another trunk, adapter, dtype or sampling answers; not one that only asks in another way."""
+    answers: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.5}
+
+    def directory_of(adapter: dict[str, str] | None = None, trunk: str = "a", **fields: Any) -> str:
+        recipe = tiny_recipe(tmp_path, tmp_path / "run", **{"data__regenerate": answers, **fields})
+        contents = {TRUNK: {"model.safetensors": trunk}, ADAPTER: adapter or {}}
+        inputs = SimpleNamespace(contents=contents, adapter=None if adapter is None else tmp_path)
+        run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, directory=SimpleNamespace(path=tmp_path))
+        assert recipe.data.regenerate is not None
+        return responses_directory(run, recipe.data.regenerate)[0].name
+
+    server = {**answers, "endpoint": "http://localhost:8000/v1"}
+    others = [
+        directory_of(),
+        directory_of(trunk="b"),
+        directory_of({"adapter_model.safetensors": "a"}),
+        directory_of({"adapter_model.safetensors": "b"}),
+        directory_of(model__dtype="float32"),
+        directory_of(model__dtype="bfloat16"),
+        directory_of(model__quantization="8bit"),
+        directory_of(model__quantization="4bit"),
+        directory_of(data__seq_len_tokens=64),
+        directory_of(data__chat_template_kwargs={"enable_thinking": False}),
+        directory_of(seed=1),
+        directory_of(data__regenerate=server),
+        directory_of(data__regenerate={**server, "model": "other"}),
+        *(
+            directory_of(data__regenerate={**answers, **changed})
+            for changed in ({"max_new_tokens": 25}, {"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1})
+        ),
+    ]
+    assert len(set(others)) == len(others)
+    assert directory_of() == directory_of(train__max_steps=2) == directory_of(head__num_depths=1)
+    greedy = {**answers, "temperature": 0.0}
+    assert directory_of(data__regenerate=greedy) == directory_of(data__regenerate=greedy, seed=1) not in others
+    elsewhere = {**server, "endpoint": "http://localhost:9000/v1", "concurrency": 3}
+    assert directory_of(data__regenerate=server) == directory_of(data__regenerate=elsewhere)

@@ -11,8 +11,12 @@ from byte_tokenizer import (
     CHATML_NEVER_THINKS_ALOUD,
     CHATML_REFUSES,
     CHATML_STRIPS_THINKING,
+    CLOSES,
+    OPENS,
+    adding_tokenizer,
     byte_tokenizer,
 )
+from mtp_inference.opening import prompt_tokens
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import (
     MAX_CONTINUATION_TOKENS,
@@ -234,15 +238,30 @@ def test_raw_text_needs_an_end_of_text_token() -> None:
 
 
 def test_a_tokenizer_that_closes_by_itself_closes_once() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = byte_tokenizer()
-    eos_id = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="$A <|im_end|>", special_tokens=[("<|im_end|>", eos_id)]
-    )
+    tokenizer = adding_tokenizer(CLOSES)
     assert text(one(PlainText("abc"), tokenizer), tokenizer) == "abc<|im_end|>"
     assert text(one(PromptResponse("ab", "c"), tokenizer), tokenizer) == "abc<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("content", "whole", "prompt"),
+    [
+        (PlainText("abcd"), "<|im_start|>abcd<|im_end|>", "<|im_start|>a"),
+        (PromptResponse("ab", "cd"), "<|im_start|>abcd<|im_end|>", "<|im_start|>ab"),
+        # A chat's template writes the token itself, where the model was trained with it.
+        (
+            chat("a", "bc"),
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nbc<|im_end|>\n",
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_a_begin_token_opens_a_document_and_never_a_response(content: Content, whole: str, prompt: str) -> None:
+    tokenizer = adding_tokenizer(OPENS)
+    assert text(one(content, tokenizer), tokenizer) == whole
+    (asked,) = build_prompts(records(content), tokenizer)
+    assert tokenizer.decode(list(asked.prompt_ids)) == prompt
+    assert tokenizer.decode(prompt_tokens(tokenizer, "ab", chat=False, where="--prompt")) == "<|im_start|>ab"
 
 
 USER = {"role": "user", "content": "hi"}

@@ -14,7 +14,9 @@ from torch import Tensor
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.quantised import read_plain_in_blocks
 from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -107,6 +109,21 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
         assert list(result.token_ids) == plain_greedy(trunk, prompt, 20, ())
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]
+
+
+def test_every_block_of_a_packed_weight_is_read_with_its_own_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP8 and in FP4, of which a byte stands for two elements."""
+    base, _ = base_and_finetune(tmp_path, NAME)
+    plain = packed(base)
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
+    checkpoint = open_checkpoint(base)
+    for key, value in plain.items():
+        blocks = [*read_plain_in_blocks(checkpoint, key)]
+        assert len(blocks) > 3
+        assert max(block.numel() for block in blocks) <= 5 * 32
+        assert torch.equal(torch.cat(blocks), value), key
 
 
 def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_path: Path, capfd: Capture) -> None:

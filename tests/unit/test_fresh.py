@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
-from tiny import ALL_FAMILIES, tiny_trunk
+from tiny import ALL_FAMILIES, MANY_EXPERTS, tiny_trunk
 
 # Family to the layer of its tiny trunk that is the last of the head's kind.
 LAST = {
@@ -93,9 +94,10 @@ def test_a_trunk_with_too_few_layers_gets_no_eagle3(tmp_path: Path) -> None:
         fresh_head(path, "random", "eagle3")
 
 
-def test_experts_are_copied_however_they_are_stored(tmp_path: Path) -> None:
-    trunk = tiny_trunk("qwen3_moe")
-    path = fuse_experts(save_stripped(trunk, tmp_path / "trunk"))
+@pytest.mark.parametrize("store", [fuse_experts, lambda path: path], ids=["stacked", "one by one"])
+def test_experts_are_copied_however_they_are_stored(store: Callable[[Path], Path], tmp_path: Path) -> None:
+    trunk = tiny_trunk("qwen3_moe", num_experts=MANY_EXPERTS)
+    path = store(save_stripped(trunk, tmp_path / "trunk"))
     count, equal = num_equal(fresh_head(path, "copy_last_layer"), trunk, LAST["qwen3_moe"])
     assert equal == count
 

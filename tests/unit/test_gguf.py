@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors, rewrite
+from checkpoints import all_tensors, fuse_experts, rewrite
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
+from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, stored_type, trunk_names, write_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
@@ -28,7 +30,7 @@ from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.display import quiet_progress
 from runs import refusal
-from tiny import ALL_FAMILIES, IS_OLD
+from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
@@ -101,6 +103,33 @@ def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, tmp_path: Path) ->
     # What the head shares with the trunk goes along where the checkpoint has it.
     assert np.array_equal(found["blk.3.nextn.embed_tokens.weight"], found["token_embd.weight"])
     assert np.array_equal(found["blk.3.nextn.shared_head_head.weight"], found["output.weight"])
+
+
+DENSE = ("qwen3_5", "mimo_v2_flash", "step3p7")
+"""Families whose heads have no experts."""
+STACKED = ("qwen3_5_moe", "qwen3_next")
+"""Families whose experts llama.cpp's converter reads stacked too."""
+PART_OF = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+@pytest.mark.parametrize(
+    ("family_name", "store"),
+    [
+        *((name, lambda path: path) for name in SERVED if name not in DENSE),
+        *((name, fuse_experts) for name in STACKED),
+    ],
+)
+def test_experts_are_stacked_by_their_numbers(family_name: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name, MANY_EXPERTS)
+    layout, stored = layout_of(open_checkpoint(checkpoint)), all_tensors(checkpoint)
+    first = [key for key in stored if layout.is_head_key(key) and ".experts.0." in key]
+    assert len(first) > 1
+    found = values(exported(store(checkpoint), tmp_path / "out"))
+    for key in first:
+        keys = [key.replace(".experts.0.", f".experts.{number}.") for number in range(MANY_EXPERTS)]
+        part = PART_OF[key.split(".")[-2]]
+        (stack,) = (value for name, value in found.items() if name.endswith(f"ffn_{part}_exps.weight"))
+        assert np.array_equal(stack, half(torch.stack([stored[key] for key in keys]))), key
 
 
 def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
@@ -189,6 +218,102 @@ def test_metadata_of_a_hybrid_trunk(qwen: Path, tmp_path: Path) -> None:
     assert {key: found.get(key) for key in expected} == expected
     assert found["qwen35.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
     assert not any("expert" in key or "scaling" in key for key in found)
+
+
+SIZES: dict[str, Any] = {
+    **{"num_hidden_layers": 4, NUM_MODULES: 1, "vocab_size": 1000, "max_position_embeddings": 4096},
+    **{
+        "hidden_size": 320,
+        "intermediate_size": 640,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "head_dim": 32,
+    },
+    **{"rms_norm_eps": 1e-5, "num_experts_per_tok": 6, "moe_intermediate_size": 96},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}
+DESCRIBED: dict[str, Any] = {
+    **{"context_length": 4096, "embedding_length": 320, "feed_forward_length": 640, "rope.freq_base": 5e5},
+    **{"attention.head_count": 10, "attention.head_count_kv": 5, "attention.layer_norm_rms_epsilon": 1e-5},
+    **{"attention.key_length": 32, "attention.value_length": 32},
+    **{"expert_count": 64, "expert_used_count": 6, "expert_feed_forward_length": 96},
+}
+"""What every architecture has of these sizes."""
+GROUPED: dict[str, Any] = {
+    **{"n_routed_experts": 64, "n_shared_experts": 2, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    **{"first_k_dense_replace": 3, "norm_topk_prob": True},
+}
+OF_GROUPS: dict[str, Any] = {
+    **{"expert_shared_count": 2, "expert_group_count": 8, "expert_group_used_count": 4, "expert_weights_scale": 2.5},
+    **{"leading_dense_block_count": 3, "expert_weights_norm": True},
+}
+LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 256, "q_lora_rank": 200, "qk_nope_head_dim": 48, "qk_rope_head_dim": 24, "v_head_dim": 40},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 40.0, "original_max_position_embeddings": 2048},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.707},
+    },
+}
+OF_LATENT: dict[str, Any] = {
+    # One key-value head of the latent and the rotated dimensions; the heads' own sizes are those of MLA.
+    **{"vocab_size": 1000, "attention.head_count_kv": 1, "attention.kv_lora_rank": 256, "attention.q_lora_rank": 200},
+    **{"attention.key_length": 280, "attention.value_length": 256, "rope.dimension_count": 24},
+    **{"attention.key_length_mla": 72, "attention.value_length_mla": 40},
+    **{"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 2048},
+    **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+    # llama.cpp's converter writes a tenth of mscale_all_dim.
+    "rope.scaling.yarn_log_multiplier": pytest.approx(0.0707),
+}
+INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048}
+OF_INDEXER: dict[str, Any] = {
+    **{"attention.indexer.head_count": 16, "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048}
+}
+SIGMOID: dict[str, Any] = {"expert_gating_func": 2}
+QWEN: dict[str, Any] = {
+    **{"num_experts": 64, "shared_expert_intermediate_size": 72, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8},
+    "linear_conv_kernel_dim": 4,
+}
+OF_QWEN: dict[str, Any] = {
+    **{"expert_shared_feed_forward_length": 72, "attention.recurrent_layers": [True, False, False]},
+    **{"full_attention_interval": 4, "rope.dimension_count": 8},
+    **{"ssm.conv_kernel": 4, "ssm.group_count": 2, "ssm.inner_size": 48, "ssm.state_size": 16, "ssm.time_step_rank": 6},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "described"),
+    [
+        ("glm4_moe", GROUPED, OF_GROUPS | SIGMOID | {"rope.dimension_count": 16}),
+        ("deepseek_v3", GROUPED | LATENT, OF_GROUPS | OF_LATENT | SIGMOID),
+        (
+            "deepseek_v3",
+            GROUPED | LATENT | {"scoring_func": "softmax"},
+            OF_GROUPS | OF_LATENT | {"expert_gating_func": 1},
+        ),
+        ("deepseek_v32", GROUPED | LATENT | INDEXER, OF_GROUPS | OF_LATENT | SIGMOID | OF_INDEXER),
+        ("glm4_moe_lite", GROUPED | LATENT, OF_GROUPS | OF_LATENT),
+        (
+            "glm_moe_dsa",
+            GROUPED | LATENT | INDEXER | {"indexer_types": ["full", "shared"]},
+            OF_GROUPS | OF_LATENT | OF_INDEXER | {"attention.indexer.types": [True, False]},
+        ),
+        (
+            "hy_v3",
+            {"num_experts": 64, "num_shared_experts": 2, "router_scaling_factor": 2.8, "route_norm": False},
+            SIGMOID
+            | {"expert_shared_feed_forward_length": 192, "expert_weights_scale": 2.8, "expert_weights_norm": False},
+        ),
+        ("qwen3_5_moe_text", QWEN, OF_QWEN | {"rope.dimension_sections": [11, 11, 10, 0]}),
+        ("qwen3_next", QWEN, OF_QWEN),
+    ],
+)
+def test_a_mixture_is_described_by_all_of_its_sizes(
+    model_type: str, config: dict[str, Any], described: dict[str, Any]
+) -> None:
+    """Each size is another number, so that none stands for another."""
+    found = {name: field(SIZES | config) for name, field in GGUF_HEADS[model_type].fields.items()}
+    assert {name: value for name, value in found.items() if value is not None} == DESCRIBED | described
 
 
 def test_the_vocabulary_fills_the_embedding(glm: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole, writer_of
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
+from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
 from runs import paste, refusal
@@ -92,6 +93,34 @@ def test_a_head_of_a_checkpoint_joins_its_trunk(
     found = inspect(out)
     assert (found.status, found.head.declared_modules, found.head.present_modules) == ("healthy", 1, 1)
     assert found.cure is None
+
+
+@pytest.mark.parametrize("old_modules", [0, 1])
+def test_lists_by_block_keep_the_trunk_s_own_values(old_modules: int, tmp_path: Path) -> None:
+    """A fine-tune may differ from the model that the head is from. An old head's entries go with it."""
+    path = tmp_path / "tuned.gguf"
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_block_count(LAYERS + old_modules)
+    writer.add_nextn_predict_layers(old_modules)
+    writer.add_head_count_kv(2)
+    writer.add_feed_forward_length([8, 16, 24, 32, *[99] * old_modules])
+    writer.add_array("qwen35.attention.recurrent_layers", [True, False, True, False, *[True] * old_modules])
+    writer.add_tensor("blk.0.ffn_up.weight", np.ones((2, 32), dtype=np.float32))
+    finish(writer)
+    donor: dict[str, Any] = {
+        **{"attention.head_count_kv": [1, 1, 1, 1, 4, 5], "feed_forward_length": [1, 2, 3, 4, 5, 6]},
+        **{"attention.recurrent_layers": [True] * 4 + [False] * 2, "swiglu_clamp_exp": [0.0] * 5 + [7.0]},
+        # Neither of these has a value for each block.
+        **{"rope.dimension_sections": [11, 11, 10, 0, 1], "attention.sliding_window_pattern": [True] * LAYERS},
+        "embedding_length": 32,
+    }
+    assert with_modules(open_gguf(path), donor, 2) == {
+        **{"block_count": 6, "nextn_predict_layers": 2},
+        **{"attention.head_count_kv": [2, 2, 2, 2, 4, 5], "feed_forward_length": [8, 16, 24, 32, 5, 6]},
+        "attention.recurrent_layers": [True, False, True, False, False, False],
+        # The trunk has no such list, and so the donor's values for its blocks.
+        "swiglu_clamp_exp": [0.0] * 5 + [7.0],
+    }
 
 
 def raw_of(reader: gguf.GGUFReader) -> dict[str, tuple[Any, bytes]]:

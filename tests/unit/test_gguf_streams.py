@@ -17,6 +17,7 @@ from test_quantised import quantise
 
 from checkpoints import all_tensors, set_fields
 from gguf_files import checkpoint_with_head, exported, metadata, values
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.sidecar import gguf_tensors
@@ -148,8 +149,11 @@ def test_what_mixes_streams_stays_in_fp32(v4: Path, tmp_path: Path) -> None:
     assert kinds["blk.4.nextn.eh_proj.weight"] == "Q8_0"
 
 
-def test_a_release_s_head_in_fp4_and_fp8_is_written_as_what_it_stands_for(v4: Path, tmp_path: Path) -> None:
+def test_a_release_s_head_in_fp4_and_fp8_is_written_as_what_it_stands_for(
+    v4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = packed(v4)
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
     found = values(exported(v4, tmp_path / "out", "f32"))
     halves = [plain[f"mtp.0.{one}_proj.weight"] for one in "eh"]
     assert np.array_equal(found["blk.4.nextn.eh_proj.weight"], torch.cat(halves, dim=1).numpy())

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
@@ -21,11 +23,14 @@ from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.runs import training
+from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train import hidden_cache
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
 from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
+from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
@@ -191,6 +196,52 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
         name("fp32", "8bit"),
     ]
     assert len(set(names)) == len(names)
+
+
+def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
+    """In one directory: what a run passes to the name. States of all these have the same shape and dtype."""
+
+    def directory_of(
+        adapter: Contents | None = None,
+        trunk: str = "a",
+        seed: int = 3,
+        held: torch.dtype = torch.float32,
+        **fields: Any,
+    ) -> str:
+        shared = {"directory": str(tmp_path / "shared")}
+        recipe = tiny_recipe(tmp_path, tmp_path / "run", **{"train__hidden_cache": shared, **fields})
+        run: Any = SimpleNamespace(
+            recipe=recipe,
+            inputs=SimpleNamespace(
+                contents={TRUNK: {"model.safetensors": trunk}, ADAPTER: adapter or {}},
+                adapter=None if adapter is None else tmp_path,
+            ),
+            accelerator=Accelerator(cpu=True),
+            progress=Progress(disable=True),
+            plan=SimpleNamespace(micro_batch_tokens=2 * SEQ_LEN),
+        )
+        model = tiny_trunk("qwen3_5")
+        model.causal_lm.to(held)
+        module = HeadTraining(model, tiny_head(model), num_depths=2, kind="kl", temperature=1.0)
+        cache = training.hidden_cache(run, module, documents((5, 3), seed=seed))
+        assert cache is not None
+        assert cache.directory.parent == tmp_path / "shared"
+        return cache.directory.name
+
+    names = [
+        directory_of(),
+        directory_of(trunk="b"),
+        directory_of({"adapter_model.safetensors": "a"}),
+        directory_of({"adapter_model.safetensors": "b"}),
+        directory_of(seed=4),
+        # Rounded weights that multiply in fp32.
+        directory_of(held=torch.bfloat16),
+        directory_of(train__precision="bf16"),
+        directory_of(model__quantization="8bit"),
+        directory_of(model__quantization="4bit"),
+    ]
+    assert len(set(names)) == len(names)
+    assert directory_of(head__num_depths=1, objective__loss="ce") == names[0]
 
 
 def test_too_large_a_cache_is_refused_before_anything_is_written(

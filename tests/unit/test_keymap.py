@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from checkpoints import fuse_experts, same, save_with_head
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import FAMILIES, Family
-from mtp_train.heads.diagnose import empty_head
-from tiny import ALL_FAMILIES, tiny_trunk
+from mtp_train.heads.build import build_head, graft_plan
+from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
+from mtp_train.heads.experts import is_stacked
+from tiny import ALL_FAMILIES, MANY_EXPERTS, tiny_head, tiny_trunk
+from tiny_configs import tiny_config
 
 
 def family_of(name: str) -> Family:
@@ -20,6 +33,78 @@ def test_glm_experts_are_one_key_each_gate_before_up() -> None:
     assert parts["model.layers.46.mlp.experts.1.gate_proj.weight"].flatten().tolist() == [6, 7, 8]
     assert parts["model.layers.46.mlp.experts.1.up_proj.weight"].flatten().tolist() == [9, 10, 11]
     assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.gate_up_proj"], fused)
+
+
+EXPERT_BITS = 20
+
+
+def numbered_state(family: Family, num_experts: int, num_modules: int) -> dict[str, Tensor]:
+    """Return random integers in the shapes of a head; those of a stacked expert are its number above 20 random bits."""
+    state = {}
+    config = tiny_config(family.name, num_experts=num_experts).get_text_config()
+    for name, value in empty_head(family, config, num_modules).items():
+        state[name] = torch.randint(1 << EXPERT_BITS, value.shape, dtype=torch.int32)
+        if is_stacked(name, value.shape):
+            state[name] += torch.arange(num_experts, dtype=torch.int32)[:, None, None] << EXPERT_BITS
+    return state
+
+
+def native_keys(layout: HeadLayout, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    pieces = [(key, part) for name, value in state.items() for key, part in layout.split(name, value)]
+    assert len(dict(pieces)) == len(pieces), "no two tensors share a key"
+    return dict(pieces)
+
+
+def shuffled(native: dict[str, Tensor], order: random.Random) -> dict[str, Tensor]:
+    return dict(order.sample(list(native.items()), len(native)))
+
+
+@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+def test_native_keys_to_ours_and_back_is_the_identity(family_name: str) -> None:
+    """In whatever order a file has them: safetensors sorts keys by name, expert 10 before expert 2."""
+    family = family_of(family_name)
+    several = all("{module}" in rule.native or "{layer}" in rule.native for rule in family.keys.rules)
+
+    @settings(max_examples=8, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(
+        st.sampled_from(family.keys.trunk_prefixes),
+        st.integers(1, 100),
+        st.booleans(),
+        st.sampled_from((2, MANY_EXPERTS)),
+        st.integers(1, 3 if several else 1),
+        st.randoms(use_true_random=False),
+    )
+    def check(
+        prefix: str, num_layers: int, fused: bool, num_experts: int, num_modules: int, order: random.Random
+    ) -> None:
+        state = numbered_state(family, num_experts, num_modules)
+        num_sublayers = 2 if family_name == "nemotron_h" else 1
+        layout = HeadLayout(family, prefix, num_layers, num_sublayers=num_sublayers, fused_experts=fused)
+        native = native_keys(layout, state)
+        assert all(layout.is_head_key(key) and layout.shared_key(key) is None for key in native)
+        numbers = {key: int(match[1]) for key in native if (match := re.search(r"\.experts\.(\d+)\.", key))}
+        assert not (fused and numbers)
+        assert all((native[key] >> EXPERT_BITS == number).all() for key, number in numbers.items())
+        joined = layout.join(shuffled(native, order))
+        assert same(joined, state)
+        assert same(native_keys(layout, joined), native)
+        for target in (replace(layout, trunk_prefix=one) for one in family.keys.trunk_prefixes):
+            renamed = {layout.renamed(key, target): part for key, part in native.items()}
+            assert same(renamed, native_keys(target, state))
+
+    check()
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5_moe", "glm4_moe"])
+def test_both_layouts_of_experts_hold_the_same_head(family_name: str, tmp_path: Path) -> None:
+    trunk = tiny_trunk(family_name, num_experts=MANY_EXPERTS)
+    head = tiny_head(trunk)
+    path = save_with_head(trunk, head, tmp_path / "checkpoint")
+    for fused in (False, True):
+        checkpoint = open_checkpoint(fuse_experts(path) if fused else path)
+        assert layout_of(checkpoint).fused_experts == fused
+        found = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+        assert same(dict(found.state_dict()), dict(head.state_dict()))
 
 
 @pytest.mark.parametrize(

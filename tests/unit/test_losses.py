@@ -58,11 +58,16 @@ def random_rows(num_rows: int, num_depths: int = 2, hidden: int = 8, vocab: int 
     return Rows(student_KND, draw(num_rows, hidden), draw(vocab, hidden), targets_N, weight_KN)
 
 
-def autograd_loss(rows: Rows, kind: str, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return total, sums per depth and the gradient, all rows at once and in fp64."""
+def autograd_loss(
+    rows: Rows, kind: str, temperature: float, own_KVD: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return total, sums per depth and the gradient, all rows at once and in fp64.
+
+    ``own_KVD``: the head's output matrices, where it does not use the trunk's.
+    """
     student_KND = rows.student_KND.detach().double().requires_grad_()
     lm_head_VD, weight_KN = rows.lm_head_VD.double(), rows.row_weight_KN.double()
-    logits_KNV = student_KND @ lm_head_VD.T
+    logits_KNV = student_KND @ (lm_head_VD if own_KVD is None else own_KVD.double()).mT
     if kind == "ce":
         targets_KN = rows.targets_N.expand(len(student_KND), -1)
         loss_KN = F.cross_entropy(logits_KNV.flatten(0, 1), targets_KN.flatten(), reduction="none")
@@ -148,6 +153,26 @@ def test_loss_and_gradient_equal_autograd(kind: str, temperature: float, num_row
     gradient = gradient_of(terms, rows.student_KND, scale=3.0)
     # Logarithms of a low temperature are large, and fp32 has seven digits of them.
     torch.testing.assert_close(gradient.double(), 3 * gradient_KND, rtol=1e-5, atol=1e-5 if kind == "ce" else 1e-4)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_s_own_output_matrices_give_its_logits_and_gradient(
+    kind: str, compute_dtype: torch.dtype | None
+) -> None:
+    """Each depth has another matrix, and none has the trunk's, which gives p."""
+    rows = random_rows(CHUNK_ROWS + 7)
+    own_KVD = torch.randn(2, *rows.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
+    total, sum_K, gradient_KND = autograd_loss(rows, kind, 1.0, own_KVD)
+    terms = frozen_head_loss(*rows, kind=kind, own_heads=list(own_KVD), compute_dtype=compute_dtype)
+    gradient = gradient_of(terms, rows.student_KND)
+    if compute_dtype is None:
+        torch.testing.assert_close(terms.total.double(), total, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(terms.sum_K.double(), sum_K, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), gradient_KND, rtol=1e-5, atol=1e-4)
+    else:
+        assert terms.total.item() == pytest.approx(total.item(), rel=1e-2)
+        assert ((gradient - gradient_KND).norm() / gradient_KND.norm()).item() < 6e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,13 @@ LINEAR = ["q_proj", "up_proj", "in_proj_qkv"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read and change five rows of 32 columns at a time, or one stacked expert: blocks begin within a tensor."""
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
+    monkeypatch.setattr("mtp_train.checkpoints.adapter._BLOCK_ROWS", 50)
+
+
 def with_head(directory: Path, family_name: str = "qwen3_5", *, tied: bool = False) -> Path:
     base, _ = base_and_finetune(directory, family_name, tied=tied)
     return base
@@ -166,11 +173,9 @@ def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(tm
     assert_only_trunk_moved(tmp_path / "out", base, r"llm\.(unembed|.*(wq_du|wr_du|wo_ud|w2_md))\.weight")
 
 
-def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacked_experts_stay_stacked(tmp_path: Path) -> None:
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
     model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
-    # Less than two experts: blocks begin within a tensor.
-    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 2500)
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
     assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import mtp_train.checkpoints.export
-from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
+from checkpoints import all_tensors, base_and_finetune, shared_by_the_head, wrap_as_vision_language
 from mtp_train import inspect
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -36,6 +36,7 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
         renamed = base_layout.renamed(key, layout)
         assert saved.tensors[renamed].dtype == original.tensors[key].dtype
         assert torch.equal(saved.read(renamed), original.read(key))
+    shared_by_the_head(path)
     _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]

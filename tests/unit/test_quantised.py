@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, rewrite, set_fields
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
@@ -196,7 +197,11 @@ def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_a_head_in_fp8_is_read_with_its_scales(family_name: str, tmp_path: Path) -> None:
+def test_a_head_in_fp8_is_read_with_its_scales(
+    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Five rows of 32 columns are read at a time, and three such reads begin within the scales of 16 rows.
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
     base, finetune = base_and_finetune(tmp_path, family_name)
     layout = layout_of(open_checkpoint(base))
     heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
@@ -270,7 +275,10 @@ def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(tmp_path: Path)
     assert {*head_layers(tmp_path / "out")} <= {*listed}
 
 
-def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(tmp_path: Path, capfd: Capture) -> None:
+def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
+    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,21 +43,27 @@ def documents(count: int, first: int = 0) -> list[Document]:
     return random_documents([SEQ_LEN] * (first + count), seed=5, prompt_tokens=2)[first:]
 
 
+Score = float | tuple[float, float]
+"""Tau greedily and sampled; one number for both."""
+
+
 class Scripted(Selection):
     """Measures that are given; the real ones are made all the same."""
 
-    scores: list[float]
+    scores: list[Score]
 
     def measure(self, *arguments: Any) -> dict[str, Any]:
         found = super().measure(*arguments)
         assert found["held_out_tau"] >= 1.0
-        return {**found, **dict.fromkeys(("held_out_tau", "held_out_tau_sampled"), self.scores.pop(0))}
+        score = self.scores.pop(0)
+        greedy, sampled = score if isinstance(score, tuple) else (score, score)
+        return {**found, "held_out_tau": greedy, "held_out_tau_sampled": sampled}
 
 
 def train(
     directory: Path,
     used: Recipe,
-    scores: list[float] | None = None,
+    scores: Sequence[Score] | None = None,
     stop_after: int | None = None,
     lr_for: Callable[[float], float] | None = None,
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
@@ -89,6 +95,15 @@ def test_the_best_head_is_returned_and_not_the_last(tmp_path: Path) -> None:
     assert equal(weights, after[6])
     assert not equal(weights, after[12])
     assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2, 1.4)
+
+
+def test_heads_are_compared_by_the_mean_of_greedy_and_sampled_tau(tmp_path: Path) -> None:
+    """Neither alone: step 3 has the highest greedily, step 9 sampled, and step 6 the highest mean."""
+    weights, after = train(
+        tmp_path, recipe({"every_steps": 3}), [(1.5, 1.5), (2.5, 1.0), (2.0, 2.0), (1.0, 2.75), (1.5, 1.5)]
+    )
+    assert equal(weights, after[6])
+    assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2, 1.5)
 
 
 @pytest.mark.parametrize("stop_after", [None, 3, 7])

@@ -114,6 +114,21 @@ def test_a_real_difference_stands_the_correction() -> None:
     assert all(one.same_trunk for one in report)
 
 
+@pytest.mark.parametrize(
+    ("larger", "p_value", "differs"),
+    [([3, 2, 2, 2, 1, 1, 0, 0, 0, -1], 0.032, False), ([2, 2, 2, 1, 1, 1, 1, 0, 0, -1], 0.0187, True)],
+)
+def test_all_tasks_and_single_tasks_share_the_level(larger: list[int], p_value: float, differs: bool) -> None:
+    """Half of 5 % is for all tasks, whatever the single tasks show; t = 2.535 and 2.862 of 9 degrees of freedom."""
+    arms = [
+        arm(name, decoded_of(np.array([[5 - more, 5 + more, 0, 0] for more in gains]), ("code", "prose")))
+        for name, gains in (("first", larger), ("second", [0] * 10))
+    ]
+    over_all, *single = compare_arms(arms)
+    assert over_all.p_value == pytest.approx(p_value, abs=2e-4)
+    assert [one.differs for one in (over_all, *single)] == [differs, False, False]
+
+
 def test_holm_by_hand() -> None:
     """0.012 stands against 0.05 / 4, 0.015 against 0.05 / 3 and 0.04 no longer against 0.05 / 2."""
     assert holm([0.04, 0.012, None, 0.015, 0.9], 0.05) == [False, True, False, True, False]

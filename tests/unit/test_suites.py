@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import OPENS, adding_tokenizer, byte_tokenizer
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
@@ -155,12 +157,21 @@ def test_the_block_stands_before_the_last_user_message() -> None:
     assert text(other).endswith("0 third\n\nfil")
 
 
-def test_begin_of_text_stays_first() -> None:
-    tokenizer = byte_tokenizer("{{ bos_token }}{{ messages[0].content }}")
+@pytest.mark.parametrize(
+    ("make", "written", "context"),
+    [(byte_tokenizer, "<|im_start|>ab", ""), (partial(adding_tokenizer, OPENS), "ab", "{}\n\n")],
+)
+def test_begin_of_text_stays_first_and_alone(make: Callable[[str], Any], written: str, context: str) -> None:
+    """The prompt has it, or the tokenizer adds it to raw text: not to the texts that are inserted."""
+    tokenizer = make("{{ bos_token }}{{ messages[0].content }}")
     tokenizer.bos_token = "<|im_start|>"
-    suite = suite_of(PromptResponse("<|im_start|>ab", ""), Chat((user("cd"),)))
-    prompts = {prompt.id: text(prompt) for prompt in suite_prompts(suite, tokenizer, context_tokens=6)}
-    assert prompts == {"s#1": "<|im_start|>cd\n\nab", "s#2": "<|im_start|>ab\n\ncd"}
+    suite = suite_of(PromptResponse(written, ""), Chat((user("cd"),)))
+    prompts = suite_prompts(suite, tokenizer, context_tokens=8 if context else 6)
+    # Of eight tokens, two are of an inserted text that is cut.
+    assert {prompt.id: text(prompt) for prompt in prompts} == {
+        "s#1": f"<|im_start|>{context.format('d')}cd\n\nab",
+        "s#2": f"<|im_start|>{context.format('b')}ab\n\ncd",
+    }
 
 
 def test_filler_is_never_the_prompts_own_and_repeats_only_when_all_was_used() -> None:
