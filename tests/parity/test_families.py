@@ -44,7 +44,7 @@ from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
-from mtp_train.upstream.transformers_private import kept_in_fp32
+from mtp_train.upstream.transformers_private import CACHE, kept_in_fp32
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts
@@ -226,7 +226,7 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
             position_embeddings=oracle.rotary_emb(embeds_1SD, position_ids=positions_1S, **by_kind),
             position_ids=positions_1S,
             attention_mask=causal,
-            past_key_values=None,
+            **{CACHE: None},
         )
         states.append(output_1SD[0, -1])
         hidden_1SD = torch.cat([hidden_1SD, output_1SD[:, -1:]], dim=1)
