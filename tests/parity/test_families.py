@@ -546,9 +546,9 @@ def assert_lossless(found: Built) -> None:
 
 # peft refuses to adapt a part of Mamba layers.
 TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
-# No AutoModel loads and saves their trunk under the names of the releases; of hy_v4 transformers' own save_pretrained
+# No AutoModel loads and saves their trunk under the names of the releases; of Hunyuan 4 transformers' save_pretrained
 # gets some names wrong (every gate_proj becomes a linear_gate). test_merge.py has what the last two need.
-OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "minimax_m3", "inkling")
+OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "hy_v4_vl", "minimax_m3", "inkling")
 
 
 def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path) -> None:
