@@ -303,6 +303,13 @@ HANDS = {
     ),
 }
 
+HANDS["hy_v4_vl"] = dataclasses.replace(
+    HANDS["hy_v4"],
+    layer=lambda classes, config: AttentionThenMlp(
+        classes.HYV4VLAttention, classes.HYV4VLMoE, classes.HYV4VLRMSNorm, config
+    ),
+)
+
 
 def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor, tokens_1S: Tensor) -> Tensor:
     """Return the final state of depth 1 at every row, which reads a hidden state and the token after it."""

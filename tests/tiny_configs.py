@@ -85,6 +85,19 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "hy_v3": {"rope_parameters": _ROPE},
     "hy_v4": {**_LATENT, **_INDEXER, "hc_mult": 2, "rope_parameters": _ROPE},
+    "hy_v4_vl": {
+        "text_config": {
+            **_SIZES,
+            **_EXPERTS,
+            **_LATENT,
+            **_INDEXER,
+            **{"hc_mult": 2, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+        },
+        "vision_config": {
+            **{"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1},
+            **{"out_hidden_size": 32, "max_image_size": 64},
+        },
+    },
     # Kimi Delta Attention twice, then latent attention.
     "bailing_hybrid": {
         **_without(_LATENT, "q_lora_rank"),

@@ -99,7 +99,7 @@ def use_mtp_named(pattern: str) -> EngineSupport:
 _GGUF_FRONT_END = EngineSupport(
     None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
 )
-_UNVERIFIED = EngineSupport(None, "not verified by this project")
+UNVERIFIED = EngineSupport(None, "not verified by this project")
 NO_RECURRENT_ROLLBACK = EngineSupport(
     False, "generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
 )
@@ -135,8 +135,8 @@ _DEFAULTS: Mapping[str, EngineSupport] = {
     "sglang": SGLANG,
     "llama.cpp": LLAMA_CPP,
     "ollama / lm studio": _GGUF_FRONT_END,
-    "mlx": _UNVERIFIED,
-    "exllamav3": _UNVERIFIED,
+    "mlx": UNVERIFIED,
+    "exllamav3": UNVERIFIED,
     "transformers": HEAD_IGNORED,
 }
 """Every engine with its support for heads that have no entry of their own, in the order in which tables list them."""

@@ -328,15 +328,19 @@ class Family:
         Raises:
             UnsupportedModelError: The installed transformers lacks them, or the family has no head.
         """
-        needed = self.trunk.needs_transformers
-        if needed is not None and Version(transformers.__version__) < Version(needed):
-            raise UnsupportedModelError(
-                f"head: running a {self.title} head needs transformers {needed} or later; found "
-                f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
-            )
+        self.require_transformers()
         if self.layer is None:
             raise UnsupportedModelError(f"head: {self.title} has no head; expected a family with one. Attach another.")
         return self.layer
+
+    def require_transformers(self) -> None:
+        """Raise an UnsupportedModelError if the installed transformers is too old for the family's trunk."""
+        found, needed = transformers.__version__, self.trunk.needs_transformers
+        if needed is not None and Version(found) < Version(needed):
+            raise UnsupportedModelError(
+                f"transformers: release {found}; expected {needed} or later, which {self.title} needs. Run pip install "
+                f"'transformers>={needed}'."
+            )
 
     @property
     def follows_the_trunk(self) -> bool:

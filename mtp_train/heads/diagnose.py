@@ -243,6 +243,8 @@ def trunk_config(path: Path, family: Family | None = None, *, trust_remote_code:
     Args:
         family: The trunk's; None for an external drafter, which transformers has a class for.
     """
+    if family is not None:
+        family.require_transformers()
     with named_rejections(path):
         if family is None or family.trunk.stand_in is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

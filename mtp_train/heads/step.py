@@ -21,7 +21,7 @@ from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAY
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.module import MtpHead
-from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer
+from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer, DynamicSlidingWindowLayer
 
 
 class StepOutput(NamedTuple):
@@ -73,7 +73,7 @@ def mtp_step(
         position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
         attention_mask=None if mask_BTS is None else mask_BTS[:, None],
         position_ids=positions_BT,
-        past_key_values=cache,
+        **{CACHE: cache},
     )
     if isinstance(block_BTD, tuple):
         # Some layers return more than the hidden state.

@@ -36,6 +36,7 @@ from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
+    CACHE,
     kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
@@ -281,7 +282,7 @@ class Trunk(nn.Module):
         Args:
             cache: The state of earlier tokens; updated in place.
         """
-        output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
+        output = self.decoder(input_ids=tokens_BT, use_cache=cache is not None, **{CACHE: cache})
         return self.last_state(output)
 
     @without_cudnn_attention()
@@ -300,8 +301,8 @@ class Trunk(nn.Module):
                 input_ids=tokens_BT,
                 position_ids=positions_BT,
                 attention_mask=masks if has_layer_types(self.config) else next(iter(masks.values())),
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE: cache},
             )
         return self.last_state(output)
 

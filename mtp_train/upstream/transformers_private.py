@@ -40,6 +40,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 from transformers.masking_utils import sdpa_mask as sdpa_mask
 from transformers.utils import logging as transformers_logging
 
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+"""Name of the argument that passes a cache to a model or layer. Releases before 5.24 have the old name only, 5.40 drops
+it."""
+
 SYMBOLS = (
     # It reads a value from the device in every forward, and no argument tells that rows are not packed.
     "transformers.masking_utils.find_packed_sequence_indices",

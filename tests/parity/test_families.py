@@ -41,7 +41,7 @@ from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
-from mtp_train.upstream.transformers_private import kept_in_fp32
+from mtp_train.upstream.transformers_private import CACHE, kept_in_fp32
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts
@@ -189,7 +189,7 @@ def oracle_depths(oracle: Any, trunk: Trunk, hidden_TD: Tensor, tokens_T: Tensor
             position_embeddings=oracle.rotary_emb(embeds_1SD, position_ids=positions_1S, **by_kind),
             position_ids=positions_1S,
             attention_mask=causal,
-            past_key_values=None,
+            **{CACHE: None},
         )
         states.append(output_1SD[0, -1])
         hidden_1SD = torch.cat([hidden_1SD, output_1SD[:, -1:]], dim=1)
@@ -510,9 +510,9 @@ def assert_lossless(found: Built) -> None:
 
 # peft refuses to adapt a part of Mamba layers.
 TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
-# No AutoModel loads and saves their trunk under the names of the releases; of hy_v4 transformers' own save_pretrained
+# No AutoModel loads and saves their trunk under the names of the releases; of Hunyuan 4 transformers' save_pretrained
 # gets some names wrong (every gate_proj becomes a linear_gate). test_merge.py has what the last two need.
-OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "minimax_m3", "inkling")
+OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "hy_v4_vl", "minimax_m3", "inkling")
 
 
 def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path) -> None:

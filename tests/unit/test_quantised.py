@@ -237,7 +237,8 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
     save_file(plain, reference / SINGLE_FILE, metadata={"format": "pt"})
     found, expected = (load_trunk(path, open_checkpoint(path).family, dtype=dtype) for path in (base, reference))
-    assert {value.dtype for value in found.parameters()} == {dtype}
+    # Not all in `dtype`: transformers keeps the routers of many mixtures in fp32, from 5.24.
+    assert [value.dtype for value in found.parameters()] == [value.dtype for value in expected.parameters()]
     tokens_1T = torch.arange(9)[None]
     assert torch.equal(found.hidden(tokens_1T), expected.hidden(tokens_1T))
 

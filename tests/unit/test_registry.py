@@ -31,12 +31,16 @@ def test_a_model_without_heads_is_recognised(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])
-def test_a_wrapper_or_its_text_config_says_what_it_is(says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "of_text", "of_wrapper"),
+    [("inkling", "inkling_text", "inkling_mm_model"), ("hy_v4_vl", "hy_v4_vl_text", "hy_v4_vl")],
+)
+def test_a_wrapper_or_its_text_config_says_what_it_is(name: str, of_text: str, of_wrapper: str, says: str) -> None:
     section = {"num_nextn_predict_layers": 8}
-    config: dict[str, Any] = {"text_config": {}, "mtp_config": section}
+    config: dict[str, Any] = {"text_config": {**section}, "mtp_config": section}
     if says != "wrapper":
-        config["text_config"]["model_type"] = "inkling_text"
+        config["text_config"]["model_type"] = of_text
     if says != "text_config":
-        config["model_type"] = "inkling_mm_model"
+        config["model_type"] = of_wrapper
     family = family_for(config, where="here")
-    assert (family.name, family.declared_modules(config)) == ("inkling", 8)
+    assert (family.name, family.declared_modules(config)) == (name, 8)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from checkpoints import (
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.errors import CheckpointError
-from mtp_train.families import Convention
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import Convention, family_named
 from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.diagnose import text_config_of, trunk_config
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tolerances import rounding
@@ -38,6 +39,13 @@ TOKENS_1T = torch.arange(9)[None]
 
 def load(path: Path, adapter: Path | None = None) -> Trunk:
     return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32, adapter=adapter)
+
+
+def test_a_transformers_too_old_for_a_family_is_named_before_it_reads_the_config(tmp_path: Path) -> None:
+    family = family_named("hy_v4")
+    newer = replace(family, trunk=replace(family.trunk, needs_transformers="99.1"))
+    with pytest.raises(UnsupportedModelError, match=r"expected 99\.1 or later, which Hunyuan 4 needs"):
+        trunk_config(tmp_path, newer)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaModel
 
 from mtp_train.upstream import deepspeed_private, transformers_private
 
@@ -48,6 +49,10 @@ def test_an_undocumented_symbol_is_where_it_is_looked_for(symbol: str) -> None:
 )
 def test_a_symbol_that_moved_is_missed(symbol: str) -> None:
     assert not is_there(symbol)
+
+
+def test_a_cache_is_passed_under_the_name_that_models_give_it() -> None:
+    assert transformers_private.CACHE in inspect.signature(LlamaModel.forward).parameters
 
 
 def undocumented(source: str) -> list[str]:

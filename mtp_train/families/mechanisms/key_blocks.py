@@ -74,7 +74,7 @@ class BlockIndexer(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: Tensor,
     ) -> KeyScores | None:
         """Return the scores of all keys, or None if there are no more blocks than a query may attend to."""
@@ -84,8 +84,8 @@ class BlockIndexer(nn.Module):
         cos, sin = (part[..., : self.width] for part in position_embeddings)
         query_BHTX, key_B1SX = self.rotate(query_BHTX, key_B1SX, cos, sin)
         positions_BS = position_ids
-        if past_key_values is not None:
-            layer: Any = past_key_values.layers[self.layer_idx]
+        if cache is not None:
+            layer: Any = cache.layers[self.layer_idx]
             positions_BS = layer.update_positions(position_ids)
             key_B1SX = layer.update_index(key_B1SX)
         # The position of a later module's row exceeds its slot by up to the number of modules.

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import Cache
 
 from mtp_train.families.mechanisms.relative_positions import UnrolledRows
-from mtp_train.upstream.transformers_private import DynamicIndexedLayer
+from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer
 
 _INPUTS, _SLOTS = 0, 1
 
@@ -139,17 +139,17 @@ class GatedPools(PoolIndexer):
 
     @torch.no_grad()
     def forward(
-        self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Cache | None
+        self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, **given: Cache | None
     ) -> Tensor:
         """Return the slots of selected keys, int (B, T, K), -1 for none, like transformers' indexer.
 
         Args:
             attention_mask: bool, (B, 1, T, S), True where a query may attend to a key. In a forward of transformers it
                 has shape (B, T), and transformers' own indexer runs.
-            past_key_values: See :meth:`PoolIndexer.chosen`.
+            given: The cache under transformers' name, see :meth:`PoolIndexer.chosen`.
         """
         if attention_mask.ndim == 2:
-            return super().forward(hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[misc]
+            return super().forward(hidden_states, q_resid, attention_mask, **given)  # type: ignore[misc]
         gates = functional.linear(hidden_states, self.index_kpool_compress_gate)
         query_BTHX = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         weights_BTH = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
@@ -157,7 +157,7 @@ class GatedPools(PoolIndexer):
             torch.cat([self.k_norm(self.wk(hidden_states)), gates], dim=-1),
             (query_BTHX, weights_BTH),
             attention_mask[:, 0],
-            past_key_values,
+            given[CACHE],
             size=self.index_kpool,
             num_keys=self.index_topk,
         )
@@ -185,19 +185,17 @@ class AveragedPools(PoolIndexer):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> Tensor:
         """Return the mask of selected keys, bool (B, 1, T, S), like transformers' indexer.
 
         Args:
             position_embeddings: Cosines and sines, (B, T, rotated width) each.
             attention_mask: (B, 1, T, S), True (or 0) where a query may attend to a key.
-            past_key_values: See :meth:`PoolIndexer.chosen`; with a cache of transformers its own indexer runs.
+            cache: See :meth:`PoolIndexer.chosen`; with a cache of transformers its own indexer runs.
         """
-        if past_key_values is not None and not isinstance(past_key_values.layers[self.layer_idx], PoolStore):
-            return super().forward(  # type: ignore[misc]
-                hidden_states, position_embeddings, attention_mask, past_key_values
-            )
+        if cache is not None and not isinstance(cache.layers[self.layer_idx], PoolStore):
+            return super().forward(hidden_states, position_embeddings, attention_mask, cache)  # type: ignore[misc]
         seen_BTS = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
         width = self.index_n_heads * self.index_head_dim
         query_BTX, keys_BTX = self.index_qk_proj(hidden_states).tensor_split([width], dim=-1)
@@ -207,7 +205,7 @@ class AveragedPools(PoolIndexer):
             torch.cat([keys_BTX, cos_BTX, sin_BTX], dim=-1),
             rotated(query_BTHX, cos_BTX.unsqueeze(2), sin_BTX.unsqueeze(2)),
             seen_BTS,
-            past_key_values,
+            cache,
             size=self.compress_ratio,
             num_keys=self.token_budget,
         )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicLayer
 
+from mtp_train.upstream.transformers_private import CACHE
+
 CONVOLVED_CACHE_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """transformers' cache classes for such layers, by name, because older releases lack one of them."""
 
@@ -76,15 +78,13 @@ class ShortConvolution(nn.Module):
         self.conv1d = stock.conv1d
         self.layer_idx, self.conv_idx, self.width = stock.layer_idx, stock.conv_idx, stock.conv_kernel_size
 
-    def forward(
-        self, hidden_states: Tensor, past_key_values: Cache | None = None, conv_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, conv_mask: Tensor | None = None, **given: Cache | None) -> Tensor:
         """Run the convolution, (B, T, C) to (B, T, C); arguments as in transformers' module."""
-        inputs_BTC = hidden_states.float()
-        if past_key_values is None:
+        inputs_BTC, cache = hidden_states.float(), given.get(CACHE)
+        if cache is None:
             taps = [shifted(inputs_BTC, back) for back in range(self.width)]
         else:
-            layer: Any = past_key_values.layers[self.layer_idx]
+            layer: Any = cache.layers[self.layer_idx]
             taps = layer.taps(inputs_BTC, self.conv_idx, self.width)
         weight_WC = self.conv1d.weight.float()[:, 0].T
         output_BTC = inputs_BTC

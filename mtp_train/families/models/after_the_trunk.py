@@ -86,6 +86,23 @@ HY_V4 = Family(
     trunk=TrunkTraits(needs_transformers="5.23"),
     engines={"llama.cpp": no("its converter drops this head")},
 )
+# The vision-language release: the same head around a text model with rotary positions of three axes.
+HY_V4_VL = replace(
+    HY_V4,
+    name="hy_v4_vl",
+    title="Hunyuan 4 VL",
+    model_types=("hy_v4_vl_text", "hy_v4_vl"),
+    layer=HeadLayer(
+        "hy_v4_vl",
+        "HYV4VL",
+        config=layouts.sparse_indexed,
+        build_layer=layouts.attention_then_mlp("HYV4VLAttention", "HYV4VLMoE"),
+        frozen=INDEXER,
+        rotary_axes=3,
+    ),
+    trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.24"),
+    engines=dict.fromkeys(("vllm", "sglang", "llama.cpp"), engines.UNVERIFIED),
+)
 
 _LING_ATTENTION = f"{AFTER_THE_TRUNK}attention."
 BAILING_HYBRID = Family(
@@ -408,5 +425,5 @@ GLM_OCR = Family(
 FAMILIES = (
     *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
     *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
-    *(HY_V3, HY_V4, BAILING_HYBRID, STEP3P7, DOTS3_NOTE),
+    *(HY_V3, HY_V4, HY_V4_VL, BAILING_HYBRID, STEP3P7, DOTS3_NOTE),
 )

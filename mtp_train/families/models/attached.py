@@ -24,7 +24,7 @@ from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_na
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
-from mtp_train.upstream.transformers_private import attention_of, set_attention
+from mtp_train.upstream.transformers_private import CACHE, attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
 _USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
@@ -177,7 +177,7 @@ def keep_short_factors(decoder: Any) -> None:
     limit = int(rope["original_max_position_embeddings"])
 
     def refuse_longer(_decoder: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        num_tokens, cache = given["input_ids"].shape[1], given.get("past_key_values")
+        num_tokens, cache = given["input_ids"].shape[1], given.get(CACHE)
         # get_mask_sizes returns the number of keys and the first position without a device synchronisation. Their sum
         # bounds the length of the longest row's text, this window included.
         last = num_tokens if cache is None else sum(cache.layers[0].get_mask_sizes(num_tokens))

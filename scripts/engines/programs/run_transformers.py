@@ -78,14 +78,10 @@ def head_logits(model, texts):
         hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
         embeds = model.get_input_embeddings()(tokens[:, 1:])
         positions = torch.arange(1, len(text))[None]
-        state = head.layers[0](
-            embeds,
-            hidden,
-            position_embeddings=head.rotary_emb(embeds, position_ids=positions),
-            position_ids=positions,
-            attention_mask=torch.ones(len(text) - 1, len(text) - 1, dtype=torch.bool).tril()[None, None],
-            past_key_values=None,
-        )
+        rotary = head.rotary_emb(embeds, position_ids=positions)
+        mask = torch.ones(len(text) - 1, len(text) - 1, dtype=torch.bool).tril()[None, None]
+        # By place: the last argument, the cache, has another name before 5.24.
+        state = head.layers[0](embeds, hidden, rotary, mask, positions, None)
         found[f"{number}.1"] = model.get_output_embeddings()(state)[0].float().contiguous()
     return found
 
