@@ -219,7 +219,9 @@ def study(options: argparse.Namespace) -> None:
     By KL and by CE on the fine-tune's own answers, with two seeds, by CE on the text that it was trained on, and, as a
     control, as many steps more on the old model's answers.
     """
-    tuned, old, recipe = options.out / TUNED, options.out / "eagle3", options.out / "study.yaml"
+    tuned = options.out / TUNED
+    old = options.out / "eagle3"
+    recipe = options.out / "study.yaml"
     if not recipe.exists():
         mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
     fewer = "data.regenerate.max_prompts=800"
