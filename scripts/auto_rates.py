@@ -97,7 +97,10 @@ def run(out: Path, settings: dict[str, Any], values: dict[str, Any], console: Co
 
 def cells(models: Path | None, out: Path, console: Console) -> Iterator[dict[str, Any]]:
     """Yield the figures of every cell."""
-    base, trunk, data, code = ("demo:base", "demo:finetune", "demo:prompts", resolve("demo:code"))
+    base = "demo:base"
+    trunk = "demo:finetune"
+    data = "demo:prompts"
+    code = resolve("demo:code")
     if models is not None:
         base, trunk, data, code = (str(models / name) for name in ("base", "finetune", "prompts.jsonl", "code.jsonl"))
     of_graft = settings_of("graft", trunk, base, "unused", [data])

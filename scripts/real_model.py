@@ -219,7 +219,9 @@ def study(options: argparse.Namespace) -> None:
     By KL and by CE on the fine-tune's own answers, with two seeds, by CE on the text that it was trained on, and, as a
     control, as many steps more on the old model's answers.
     """
-    tuned, old, recipe = options.out / TUNED, options.out / "eagle3", options.out / "study.yaml"
+    tuned = options.out / TUNED
+    old = options.out / "eagle3"
+    recipe = options.out / "study.yaml"
     if not recipe.exists():
         mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
     fewer = "data.regenerate.max_prompts=800"
@@ -257,7 +259,11 @@ def record(options: argparse.Namespace) -> None:
     )
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
-        "commands": [json.loads(line) for line in (options.out / COMMANDS).read_text().splitlines()],
+        "commands": rows_of(options.out / COMMANDS),
+        # With the runs whose directory was copied from another machine, which are not among the commands.
+        "fields": {path.parent.name: fields_of(path) for path in sorted(options.out.glob("*/provenance.json"))},
+        "prompts": {name: counted(rows_of(options.out / name)) for name in (PROMPTS, HELD_OUT_PROMPTS)},
+        "answers": {run.name: answers_of(run) for run in sorted(options.out.iterdir()) if answer_files(run)},
         "training": curves,
         "gate": {name: report["gate"] for name, report in reports.items() if report["gate"]},
         "lossless": {name: report["lossless"] for name, report in reports.items()},
@@ -271,6 +277,30 @@ def record(options: argparse.Namespace) -> None:
         },
     }
     print(json.dumps(found).replace(str(options.out), "OUT"))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def fields_of(provenance: Path) -> list[str]:
+    """Return the words of a run's command, without the program."""
+    words: list[str] = json.loads(provenance.read_text())["argv"][1:]
+    return words
+
+
+def counted(prompts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {"prompts": len(prompts), "groups": len({row["group"] for row in prompts})}
+
+
+def answer_files(run: Path) -> list[Path]:
+    return sorted(run.glob("data/responses-*/*.jsonl"))
+
+
+def answers_of(run: Path) -> dict[str, int]:
+    """Return the answers of a run and their tokens."""
+    sizes = [len(row["response_ids"]) for path in answer_files(run) for row in rows_of(path)]
+    return {"answers": len(sizes), "tokens": sum(sizes)}
 
 
 def curve(run: Path, size: int) -> list[dict[str, float]]:

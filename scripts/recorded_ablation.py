@@ -45,7 +45,9 @@ def p_value(gain: float, spread: Spread | None) -> float | None:
 
 def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the gain of every contrast of a record, with its p-value, and whether it survives the correction."""
-    counts, first, groups = document["counts"], document["reference"].split("-"), document["groups"]
+    counts = document["counts"]
+    first = document["reference"].split("-")
+    groups = document["groups"]
     found = []
     for cell in counts:
         parts = cell.split("-")

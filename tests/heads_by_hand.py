@@ -86,11 +86,12 @@ def mix_joined(joined: Tensor, norm: Tensor, down: Tensor, up: Tensor, config: A
 class ByHand:
     """Where one family's release keeps the first module, and what its layer is called in transformers.
 
-    ``classes`` is the layer's model in transformers where that is not called like the family. ``norms`` are the
-    embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
-    the embedding and one for every stream of the hidden state, which the layer takes side by side where they are
-    ``joined``; ``renamed`` are parts of the layer's keys that the release calls otherwise; ``embedding`` is the head's
-    own.
+    - ``classes``: the layer's model in transformers, where its name differs from the family's.
+    - ``norms``: of the embedding, of the hidden state, and the final one (None: there is none).
+    - ``proj``: two are one for the embedding and one for every stream of the hidden state. The layer takes the streams
+      side by side where they are ``joined``.
+    - ``renamed``: parts of the layer's keys that have another name in the release.
+    - ``embedding``: the head's own.
     """
 
     layer: str | Callable[[Any, Any], nn.Module]

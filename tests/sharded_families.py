@@ -36,7 +36,9 @@ from tiny import ALL_FAMILIES, chained_head, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
-TIED, HALF, RECOMPUTED = "qwen3_5, tied", "qwen3_5, bfloat16", "qwen3_5, recomputed"
+TIED = "qwen3_5, tied"
+HALF = "qwen3_5, bfloat16"
+RECOMPUTED = "qwen3_5, recomputed"
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
 CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED, KEYS_ONLY)

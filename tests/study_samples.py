@@ -20,7 +20,9 @@ RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained":
 """Conditional acceptance of each arm that drafts."""
 TRUNKS = {arm: f"models/{arm.split('+')[0]}" for arm in (PLAIN, *RATES)}
 TASKS = {"coding": 0.06, "math": 0.0, "writing": -0.12}
-TEMPERATURES, CONTEXTS, DEPTHS = (0.0, 0.6, 1.0), (None, 512, 2048), (1, 2, 3, 5)
+TEMPERATURES = (0.0, 0.6, 1.0)
+CONTEXTS = (None, 512, 2048)
+DEPTHS = (1, 2, 3, 5)
 HEADLINE = Setting(0.0, None, 3, "greedy")
 PLAIN_SECONDS = 0.021
 

@@ -44,7 +44,9 @@ _VISION: dict[str, Any] = {"depth": 1, "hidden_size": 24, "intermediate_size": 1
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 _HALF: dict[str, Any] = {**_ROPE, "partial_rotary_factor": 0.5}
-_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
 _YARN: dict[str, Any] = {**_ROPE, "rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 _TWO_ROPES: dict[str, Any] = {_SLIDING: _ROPE, _FULL: {"rope_type": "default", "rope_theta": 1e6}}
 # Three Gated DeltaNet layers with grouped heads, then full attention.

@@ -4,9 +4,13 @@ Only safetensors are read. :func:`open_checkpoint` checks all files when it open
 fails in the middle of a write.
 
 The checkpoint is the single file, or the shards that the index names. Other weight files in the directory come from
-earlier saves or other tools, and loaders disagree on them: vLLM and SGLang read every ``*.safetensors`` where there is
-no index, SGLang an ``mtp.safetensors`` beside GLM-4.5's index, llama.cpp's converter and MLX every
-``model*.safetensors``. The last copy of a tensor counts, so that one left-over file replaces the head or the trunk.
+earlier saves or other tools, and loaders disagree on them:
+
+- vLLM and SGLang read every ``*.safetensors`` where there is no index;
+- SGLang reads an ``mtp.safetensors`` beside GLM-4.5's index;
+- llama.cpp's converter and MLX read every ``model*.safetensors``.
+
+The last copy of a tensor counts, so that one left-over file replaces the head or the trunk.
 """
 
 from __future__ import annotations

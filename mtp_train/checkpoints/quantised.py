@@ -264,7 +264,9 @@ def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
         scale = scale_of(key, tensors)
         if scale is None or tensors[key].dtype not in FP8_DTYPES:
             continue
-        shape, counts, block = tensors[key].shape[-2:], tensors[scale].shape[-2:], _declared_block(checkpoint)
+        shape = tensors[key].shape[-2:]
+        counts = tensors[scale].shape[-2:]
+        block = _declared_block(checkpoint)
         if any(count > 1 and size != count * length for size, count, length in zip(shape, counts, block, strict=False)):
             raise CheckpointError(
                 f"{checkpoint.path}: {key} is {list(shape)} in FP8, in blocks of {block[0]} x {block[1]}; expected "

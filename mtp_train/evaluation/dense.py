@@ -71,7 +71,9 @@ def dense_rows(
         seq_len_tokens: Longest text; a longer text is cut at its end.
         max_tokens: Prompts whose texts exceed it together are left out, except for the first; None for no limit.
     """
-    head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
+    head = drafting.head
+    draft_vocab_R = drafting.draft_vocab_R
+    outputs = {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
     texts = [answer_document(prompt, outputs[prompt.id].token_ids, seq_len_tokens) for prompt in decoded]
     if max_tokens is not None:

@@ -40,12 +40,17 @@ def has_layer_types(config: PretrainedConfig) -> bool:
 class KeyRule:
     """Map a native tensor key, or a pattern of keys, to our key.
 
-    Placeholders in ``native``: ``{trunk}`` is the decoder's prefix (``model.`` or ``model.language_model.``),
-    ``{module}`` the index of the head module, ``{layer}`` the same index counted after the trunk's layers, ``{expert}``
-    the index of an expert, ``{sub}`` the index of a sublayer, ``{last}`` the index of the last sublayer and ``{rest}``
-    any tail. ``ours`` is relative to one head module and may use ``{sub}`` and ``{rest}``. In both directions the first
-    rule that matches applies. The tensors of several rules with one ``ours`` are concatenated along the rows, in the
-    order of the rules (gate, then up).
+    Placeholders in ``native``:
+
+    - ``{trunk}``: the decoder's prefix (``model.`` or ``model.language_model.``).
+    - ``{module}``: the index of the head module; ``{layer}``: the same index counted after the trunk's layers.
+    - ``{expert}``: the index of an expert.
+    - ``{sub}``: the index of a sublayer; ``{last}``: the index of the last one.
+    - ``{rest}``: any tail.
+
+    ``ours`` is relative to one head module and may use ``{sub}`` and ``{rest}``. In both directions the first rule that
+    matches applies. The tensors of several rules with one ``ours`` are concatenated along the rows, in the order of the
+    rules (gate, then up).
     """
 
     native: str

@@ -1,8 +1,12 @@
 """Compute attention in heads and in the decoder: a function that is registered with transformers in place of ``sdpa``.
 
-It takes boolean masks for every model, and it adds what ``sdpa`` leaves out: attention sinks (a learned logit for each
-head that only enlarges the softmax denominator), scores bounded by a tanh, and sparse attention to keys that an indexer
-chose. :func:`without_cudnn_attention` chooses among torch's kernels for ``scaled_dot_product_attention``.
+It takes boolean masks for every model, and it adds what ``sdpa`` leaves out:
+
+- attention sinks: a learned logit for each head that only enlarges the softmax denominator;
+- scores bounded by a tanh;
+- sparse attention to keys that an indexer chose.
+
+:func:`without_cudnn_attention` chooses among torch's kernels for ``scaled_dot_product_attention``.
 
 Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 """

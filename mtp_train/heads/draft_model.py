@@ -131,7 +131,9 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     """Compare the tensor keys of a draft model with those that its config needs; allocates no weights."""
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
     # The head does not depend on the family of the trunk: any record does here.
-    hidden_size, vocab_size, num_modules = draft.number("hidden_size"), draft.number("vocab_size"), draft.num_modules
+    hidden_size = draft.number("hidden_size")
+    vocab_size = draft.number("vocab_size")
+    num_modules = draft.num_modules
     with named_rejections(draft.checkpoint.path):
         family = draft.family(LLAMA)
         # A stand-in for the trunk's config: the head needs only these sizes of it.

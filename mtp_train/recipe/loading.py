@@ -204,7 +204,10 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def _worded(error: ErrorDetails) -> Iterator[str]:
-    kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    loc = error["loc"]
+    value = error["input"]
+    context = error.get("ctx", {})
     path = reduce(dotted, loc, "")
     if kind == CONTRADICTION:
         yield from (dotted(path, problem) for problem in context["problems"])

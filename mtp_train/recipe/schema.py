@@ -89,7 +89,10 @@ class Recipe(RecipeSection):
         yield from self._of_the_study()
 
     def _of_arms(self) -> Iterator[str]:
-        donor, arms, baseline, init = self.model.head_from, self.evaluate.arms, self.gate_baseline, self.head.init
+        donor = self.model.head_from
+        arms = self.evaluate.arms
+        baseline = self.gate_baseline
+        init = self.head.init
         if init == "graft" and donor is None:
             yield (
                 "head.init: 'graft' while model.head_from is null; expected the checkpoint that has the head. Name it, "

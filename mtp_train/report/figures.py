@@ -118,7 +118,8 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         drawn = _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
         figures.append(FigureFile("marginal_acceptance", caption, drawn))
     depths, contexts = report.along("depth"), report.along("context_tokens")
-    by_depth, by_context = ([str(one.depth) for one in depths], [context_words(one.context_tokens) for one in contexts])
+    by_depth = [str(one.depth) for one in depths]
+    by_context = [context_words(one.context_tokens) for one in contexts]
     lines = (
         ("depth", depths, _tau, "Tau by drafts per round", "drafts per round", TAU_LABEL, by_depth),
         ("depth_speedup", depths, _speedup, "Speed by drafts per round", "drafts per round", SPEEDUP_LABEL, by_depth),

@@ -144,7 +144,9 @@ class Shapes:
         return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
-        plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
+        plan = plan_of(recipe, world_size)
+        model = self.model
+        on_gpu = device.kind == "cuda"
         stored = self._checkpoint if self._is_packed and on_gpu else None
         memory = estimate_footprint(
             memory_options(recipe),

@@ -63,7 +63,8 @@ class GenerateResult(Shown):
     @property
     def summary(self) -> str:
         """Tau and speed in a line. The prompts are decoded together, so the longest one's time counts."""
-        tokens, rounds = (sum(len(one.token_ids) for one in self.requests), sum(one.rounds for one in self.requests))
+        tokens = sum(len(one.token_ids) for one in self.requests)
+        rounds = sum(one.rounds for one in self.requests)
         tau = 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
         seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
         return f"{tokens} tokens in {rounds} rounds: tau {tau:.2f}, {tokens / max(seconds, 1e-9):.1f} tokens/s"
@@ -136,7 +137,9 @@ def _decode(
     progress: Progress,
 ) -> GenerateResult:
     """Decode a request for each text; ``given``: the other settings, which the result repeats."""
-    depth, variables, head = asked.depth, given["chat_template_kwargs"], given["head"]
+    depth = asked.depth
+    variables = given["chat_template_kwargs"]
+    head = given["head"]
     if variables and not given["chat"]:
         raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.

@@ -89,7 +89,9 @@ def serves_of(
 
 def write_card(run_dir: Path, out: Path) -> None:
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
-    report, trunk, base = load_report(run_dir / REPORT_FILE), provenance["trunk"], provenance["head_from"]
+    report = load_report(run_dir / REPORT_FILE)
+    trunk = provenance["trunk"]
+    base = provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"
     if recipe.head.kind == "mtp":
         engines, title = open_checkpoint(out).engines, f"{_name(trunk)}, with its MTP head"
@@ -110,7 +112,9 @@ def write_untrained_card(
     out: Path, trunk: Identity, head_from: Identity | None, adapter: str | None, num_depths: int
 ) -> None:
     """Write the card of a graft or a merge: the identities of trunk and head (None: no head), the merged adapter."""
-    title, tags, parts = f"{_name(trunk)}, with an adapter merged", list[str](), list[str]()
+    title = f"{_name(trunk)}, with an adapter merged"
+    tags = list[str]()
+    parts = list[str]()
     origin = f"Written by mtp-train {__version__}: the weights of `{_name(trunk)}`{_state(adapter)}"
     if head_from is not None:
         title, tags = f"{_name(trunk)}, with an MTP head", ["mtp", _TAG]

@@ -318,7 +318,9 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         )
     if plan.output is None:
         return plan
-    layout, weight, ids_R = plan.layout, plan.output.weight, plan.output.token_ids_R
+    layout = plan.layout
+    weight = plan.output.weight
+    ids_R = plan.output.token_ids_R
     own_RD = weight.load()
     rows_RD = trunk.read(layout.lm_head_key if layout.lm_head_key in trunk.tensors else layout.embed_key)
     if ids_R is not None:

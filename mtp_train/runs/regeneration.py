@@ -58,7 +58,10 @@ def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> t
     Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
     responses: the first process asks the server, and the trunk is spent afterwards.
     """
-    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
+    recipe = run.recipe
+    inputs = run.inputs
+    accelerator = run.accelerator
+    progress = run.progress
     directory, deciding = responses_directory(run, settings)
     rank, world = (accelerator.process_index, accelerator.num_processes) if trunk.is_whole else (0, 1)
     store = RegeneratedStore(directory, rank=rank, world=world)

@@ -182,7 +182,10 @@ def probe(
         ('retrain', 2.04, 3.31)
     """
     require_one_process("probe")
-    tuned, donor, paths, console = str(fine_tune), str(base), list(map(str, data)), console or Console(quiet=True)
+    tuned = str(fine_tune)
+    donor = str(base)
+    paths = list(map(str, data))
+    console = console or Console(quiet=True)
     place = Path(f"{last_name(tuned)}-rescued") / PROBE if out is None else Path(out)
     short = [*override_texts(overrides), *override_texts(SHORT)]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(place / TRAINING), paths), short)

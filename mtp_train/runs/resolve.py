@@ -306,7 +306,8 @@ def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) ->
     if recipe.head.lora is not None:
         rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
     if overlap is not None and overlap >= GOOD_OVERLAP:
-        rate, reason = GOOD_FACTOR * rate, f"{reason} x {GOOD_FACTOR:g}: the head starts with overlap {overlap:.2f}"
+        rate = GOOD_FACTOR * rate
+        reason = f"{reason} x {GOOD_FACTOR:g}: the head starts with overlap {overlap:.2f}"
     return Choice("train.lr", rate, reason)
 
 

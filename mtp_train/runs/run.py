@@ -216,7 +216,9 @@ class RunTrunk:
     @property
     def answering_dtype(self) -> str | None:
         """bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
-        model, source, device = self._run.recipe.model, self._run.inputs.finetune, self._run.accelerator.device
+        model = self._run.recipe.model
+        source = self._run.inputs.finetune
+        device = self._run.accelerator.device
         is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
         is_free = model.dtype == "auto" and model.quantization is None and model.offload is None
         is_faster = device.type == "cpu" and not slow_halves(torch.bfloat16, device)

@@ -114,7 +114,10 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
 
     ``chooses_lr``: the learning rate is automatic. It depends on how good the starting head is.
     """
-    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
+    recipe = run.recipe
+    inputs = run.inputs
+    accelerator = run.accelerator
+    progress = run.progress
     run_dir = run.directory.path
     set_threads("training", run.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = run.plan.accumulation
@@ -198,8 +201,13 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
 
 def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) -> HiddenCache | None:
     """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache."""
-    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
-    spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
+    recipe = run.recipe
+    inputs = run.inputs
+    accelerator = run.accelerator
+    progress = run.progress
+    spec = recipe.train.hidden_cache
+    trunk = module.trunk
+    device = accelerator.device
     if spec is None:
         return None
     is_sharded = shards_trunk(accelerator)

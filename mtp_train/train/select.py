@@ -80,7 +80,9 @@ class Selection:
 
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
-        world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+        world = accelerator.num_processes
+        rank = accelerator.process_index
+        device = accelerator.device
         total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, world):

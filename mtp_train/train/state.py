@@ -33,7 +33,9 @@ from mtp_train.heads.lora import is_lora
 from mtp_train.train.shard import whole, whole_state
 from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
-_WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
+_WEIGHTS = "head.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_META = "state.json"
 _BEST = "best.safetensors"
 _CHECKSUMS = "sha256.json"
 _KEPT_STATES = 2

@@ -46,7 +46,9 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     inputs = write_inputs(tmp_path / "in", family_name)
-    base, finetune, run_dir = inputs / "base", inputs / "finetune", tmp_path / "run"
+    base = inputs / "base"
+    finetune = inputs / "finetune"
+    run_dir = tmp_path / "run"
     healthy = inspected(capfd, base)
     assert (healthy["status"], healthy["runs_here"]) == ("healthy", "yes")
     stripped = inspected(capfd, finetune, "--base", base)

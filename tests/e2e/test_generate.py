@@ -116,7 +116,8 @@ def test_generate_refuses_what_is_out_of_range(words: list[str], message: str, r
 def test_generate_decodes_the_text_path_of_a_vision_language_checkpoint_and_refuses_images(
     own_inputs: Path, capfd: Capture
 ) -> None:
-    expected, wrapped = texts(requests([own_inputs / "base"], capfd)), wrap_as_vision_language(own_inputs / "base")
+    expected = texts(requests([own_inputs / "base"], capfd))
+    wrapped = wrap_as_vision_language(own_inputs / "base")
     config, image = json.loads((wrapped / "config.json").read_text()), byte_tokenizer()("#")["input_ids"][-1]
     for field in ("image_token_id", "image_token_index"):
         (wrapped / "config.json").write_text(json.dumps(config | {field: image}))

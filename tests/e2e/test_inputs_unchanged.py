@@ -101,7 +101,9 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
     inputs = laid_out(saved, tmp_path / "in", "hub_cache")
     shorten_probes(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    base, finetune, data = place(inputs / "base"), place(inputs / "finetune"), inputs / "chats.jsonl"
+    base = place(inputs / "base")
+    finetune = place(inputs / "finetune")
+    data = inputs / "chats.jsonl"
     recipe, answers = tmp_path / "recipe.yaml", tmp_path / "answers.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "run", **LEARNS)))
     answers.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "answers", **LEARNS)))

@@ -105,7 +105,9 @@ class ByHand:
         count = self.trunk.config.num_hidden_layers
         states = self.states(tokens)
         of_layers = [states[min(index + later, count - 1)][:-1] for index in (2, count // 2, count - 3)]
-        text, hidden_TD, read = list(tokens), self.times("fc", torch.cat(of_layers, -1)), []
+        text = list(tokens)
+        hidden_TD = self.times("fc", torch.cat(of_layers, -1))
+        read = []
         for _ in range(num_depths):
             normed = [
                 self.norm("midlayer.input_layernorm", self.embed(text[1:])),
@@ -187,10 +189,8 @@ def test_training_unrolls_what_decoding_drafts(trunk_name: str, kind: str) -> No
     trunk.show_layers(head.trunk_layers)
     tokens = random_prompt(9, seed=5)
     with torch.inference_mode():
-        found, expected = (
-            states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS),
-            by_hand(trunk, head)(tokens, NUM_DEPTHS),
-        )
+        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
+        expected = by_hand(trunk, head)(tokens, NUM_DEPTHS)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
 

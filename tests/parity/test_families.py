@@ -203,7 +203,9 @@ CHAINED = ("inkling",)
 def check_chain(built: Built, spoilt: str | None) -> None:
     # transformers 5.23 masks a sliding module as a full one, though its trunk's layers of the kind slide.
     kinds = mtp_module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
-    trunk, head, tokens_1T = copy.deepcopy(built.trunk), built.head, random_tokens(num_tokens=24)
+    trunk = copy.deepcopy(built.trunk)
+    head = built.head
+    tokens_1T = random_tokens(num_tokens=24)
     # As vLLM: only the trunk's scores are scaled.
     trunk.config.log_scaling_n_floor = None
     trunk.config.name_or_path = str(built.path)
@@ -231,7 +233,9 @@ def check_chain(built: Built, spoilt: str | None) -> None:
 def oracle_chain(oracle: Any, hidden_1TD: Tensor, embeds_1TD: Tensor) -> list[Tensor]:
     """Return the oracle's logits of each module at every row whose tokens are all known."""
     num_rows = hidden_1TD.shape[1] - len(oracle.layers)
-    cache, hidden_1SD, logits = MtpCache(config=oracle.config), hidden_1TD[:, :num_rows], []
+    cache = MtpCache(config=oracle.config)
+    hidden_1SD = hidden_1TD[:, :num_rows]
+    logits = []
     for module in range(len(oracle.layers)):
         rows = slice(module + 1, module + 1 + num_rows)
         positions_1S = torch.arange(hidden_1TD.shape[1])[None, rows]
@@ -252,7 +256,9 @@ def test_a_chain_is_found_that_is_wired_otherwise(family_name: str, chain_norm: 
 @torch.inference_mode()
 def test_where_all_rows_stand_changes_nothing(built: Built) -> None:
     """llama.cpp counts positions from the token and not from the hidden state."""
-    trunk, head, tokens_1T = built.trunk, copy.deepcopy(built.head), random_tokens()
+    trunk = built.trunk
+    head = copy.deepcopy(built.head)
+    tokens_1T = random_tokens()
     hidden_1TD, embed = trunk.head_input(trunk.hidden(tokens_1T), head.convention), head.embedding(trunk.embed)
     plain = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
     head.convention = dataclasses.replace(head.convention, position_offset=1)
@@ -280,7 +286,8 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12])
 def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
     """And reach one another where the whole row runs at once."""
     trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(2, 12)
-    isolated_BTD, through_BTD = isolated_hidden(trunk, tokens_BT, DOCUMENT_BT), trunk.hidden(tokens_BT).detach()
+    isolated_BTD = isolated_hidden(trunk, tokens_BT, DOCUMENT_BT)
+    through_BTD = trunk.hidden(tokens_BT).detach()
     assert not isolated_BTD.requires_grad
     places = segments(DOCUMENT_BT.numpy())
     assert places[1:3] == [Segment(0, 5, 3), Segment(0, 8, 2)]
@@ -486,7 +493,9 @@ def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built
 
 def assert_holds(out: Path, finetune: Path, base: Path, own: Mapping[str, Tensor]) -> None:
     """The trunk is the fine-tune's bit for bit; keys and config fields of the head are the base's."""
-    written, tuned, original = all_tensors(out), all_tensors(finetune), all_tensors(base)
+    written = all_tensors(out)
+    tuned = all_tensors(finetune)
+    original = all_tensors(base)
     layout = layout_of(open_checkpoint(base))
     assert same({key: written[key] for key in tuned}, tuned)
     assert written.keys() - tuned.keys() == {key for key in original if layout.is_head_key(key)}

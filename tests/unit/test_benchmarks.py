@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mtp_train
+from tiny import tiny_trunk
 
 SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-len", "16")
 
@@ -52,6 +53,17 @@ def test_a_config_alone_gives_random_weights_of_its_shape(capsys: pytest.Capture
     found = last_line(capsys)["parts"]
     assert found["decode"]["depth 3"]["tau"] == 1
     assert found["train"]["loss"] > 0
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_round_reads_one_matrix_of_the_vocabulary(tied: bool) -> None:
+    trunk = tiny_trunk("qwen3_5", tied=tied)
+    of_layers = sum(one.nbytes for one in (*trunk.layers.parameters(), *trunk.decoder.norm.parameters()))
+    assert importlib.import_module("gpu").bytes_read(trunk) == of_layers + trunk.lm_head_VD.nbytes
+
+
+def test_no_bandwidth_is_given_for_experts_that_a_round_reads_in_part() -> None:
+    assert importlib.import_module("gpu").bytes_read(tiny_trunk("qwen3_5_moe")) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch detects a GPU")

@@ -1,9 +1,9 @@
 """Sampled text from the whole decoder: the same text where drafts are first choices, the same distribution where drawn.
 
-The distribution is checked end to end on a trunk of eleven tokens: thousands of requests that differ in their seeds, on
-rows that are filled again and again, against the exact joint distribution of their first three tokens, computed in
-double from the trunk's forward over every prefix. A right decoder lies within six standard deviations of chance (about
-1e-9); the seeds are fixed, so that each figure is the same in every run.
+The distribution is checked end to end on a trunk of eleven tokens. Thousands of requests that differ in their seeds are
+decoded on rows that are filled again and again. The joint distribution of their first three tokens is known exactly: it
+is computed in double from the trunk's forward over every prefix. A right decoder lies within six standard deviations of
+chance (about 1e-9). The seeds are fixed, so that each figure is the same in every run.
 """
 
 from __future__ import annotations

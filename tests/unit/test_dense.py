@@ -16,7 +16,10 @@ from mtp_train.train.teacher_forced import dense_sums
 from summed_metrics import DenseMetrics, dense_metrics, metrics_of, ratios_of
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
-A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
+A = [0.7, 0.1, 0.1, 0.1]
+B = [0.1, 0.7, 0.1, 0.1]
+C = [0.4, 0.3, 0.2, 0.1]
+UNIFORM = [0.25] * 4
 
 
 class LogitModel:

@@ -296,7 +296,9 @@ def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
 
 def test_a_row_with_a_cap_counts_with_what_it_may_draft() -> None:
     costs = measured_costs(num_rows=4, d0=1.0, d3=1.6)
-    free, capped, plain = knowing(1.0), knowing(1.0, max_depth=1), knowing(1.0, max_depth=0)
+    free = knowing(1.0)
+    capped = knowing(1.0, max_depth=1)
+    plain = knowing(1.0, max_depth=0)
     assert capped.expected_tokens(3) == [1.0, 2.0, 2.0, 2.0]
     assert plain.expected_tokens(3) == [1.0] * 4
     assert batch_depth([free, capped], costs, 4, 7) == 7

@@ -166,7 +166,9 @@ def test_a_drafter_that_misses_a_stretch_drafts_otherwise(fault: str, monkeypatc
 
 @pytest.mark.parametrize("maker", ["recursive", "chained", "chained_drafts"])
 def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> None:
-    trunk, prompt_1T, first_1 = trunk_of("qwen3_5"), torch.tensor([prompt(12)]), torch.tensor([5])
+    trunk = trunk_of("qwen3_5")
+    prompt_1T = torch.tensor([prompt(12)])
+    first_1 = torch.tensor([5])
     chooser = Chooser([Sampling()], "argmax", torch.device("cpu"))
     drafted = []
     with torch.inference_mode():

@@ -29,7 +29,9 @@ from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_trunk
 
 def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
     """Every trunk tensor is the fine-tune's and every own head tensor the base's, bit for bit."""
-    written, tuned, original = all_tensors(out), all_tensors(finetune), all_tensors(base)
+    written = all_tensors(out)
+    tuned = all_tensors(finetune)
+    original = all_tensors(base)
     assert written.keys() >= tuned.keys()
     assert all(torch.equal(written[key], value) for key, value in tuned.items())
     layout = layout_of(open_checkpoint(out))

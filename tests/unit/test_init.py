@@ -27,7 +27,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("with_data", [True, False])
 def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Capture) -> None:
-    finetune, base, data = inputs / "finetune", inputs / "base", [str(inputs / "chats.jsonl")] if with_data else []
+    finetune = inputs / "finetune"
+    base = inputs / "base"
+    data = [str(inputs / "chats.jsonl")] if with_data else []
     said = ["--trunk", finetune, "--base", base, *(["--data", *data] if with_data else [])]
     written = document(["init", "my model.yaml", *said], capfd)
     assert recipe_of("my model.yaml") == recipe_of(

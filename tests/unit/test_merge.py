@@ -187,8 +187,10 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
     halved = {key: value.bfloat16() for key, value in all_tensors(base).items()}
     save_file(halved, base / SINGLE_FILE, metadata={"format": "pt"})
     merge(base, tmp_path / "lora", tmp_path / "out")
-    written, adapter = all_tensors(tmp_path / "out"), load_file(tmp_path / "lora" / "adapter_model.safetensors")
-    key, name = "model.layers.3.self_attn.q_proj.weight", "base_model.model.model.layers.3.self_attn.q_proj.lora_"
+    written = all_tensors(tmp_path / "out")
+    adapter = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    key = "model.layers.3.self_attn.q_proj.weight"
+    name = "base_model.model.model.layers.3.self_attn.q_proj.lora_"
     delta = 3 * adapter[f"{name}B.weight"] @ adapter[f"{name}A.weight"]
     assert torch.equal(written[key], (halved[key].float() + delta).bfloat16())
     assert not torch.equal(written[key], halved[key] + delta.bfloat16())
@@ -212,7 +214,9 @@ def test_embedding_and_lm_head_are_merged_where_they_are_two(
     assert_like_peft(tmp_path / "out", model)
     # The copies that some heads keep of them follow, and nothing else of the head moves.
     checkpoint = open_checkpoint(tmp_path / "out")
-    layout, written, old = layout_of(checkpoint), all_tensors(tmp_path / "out"), all_tensors(base)
+    layout = layout_of(checkpoint)
+    written = all_tensors(tmp_path / "out")
+    old = all_tensors(base)
     for key in filter(layout.is_head_key, written):
         shared = layout.shared_key(key)
         expected = old[key] if shared is None else written[layout.trunk_key(shared, written)]
@@ -239,7 +243,8 @@ def test_an_adapter_of_one_expert_s_own_layer_finds_it(stacked: bool, tmp_path: 
     write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
     adapter = tmp_path / "lora" / "adapter_model.safetensors"
     down, up = torch.randn(4, 32), torch.randn(16, 4)
-    name, own = "base_model.model.model.layers.1.mlp.experts.2.up_proj", "model.layers.1.mlp.experts.2.up_proj.weight"
+    name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
+    own = "model.layers.1.mlp.experts.2.up_proj.weight"
     save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
     expected = all_tensors(base)[own] + 3 * up @ down
     if stacked:

@@ -34,7 +34,9 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "w
 def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix in FP8, the scales of its blocks, and what the two stand for, written out block by block."""
     rows, columns = -(-value.shape[0] // BLOCK), -(-value.shape[1] // BLOCK)
-    stored, plain, scales = value.to(torch.float8_e4m3fn), value.clone(), torch.zeros(rows, columns)
+    stored = value.to(torch.float8_e4m3fn)
+    plain = value.clone()
+    scales = torch.zeros(rows, columns)
     for row in range(rows):
         for column in range(columns):
             block = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))

@@ -129,7 +129,8 @@ def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k() -> None:
 
 
 def test_the_sort_reads_no_value_and_a_growing_list_does() -> None:
-    scores_BTV, rows = torch.randn(1, 2, 1500), SamplingRows.stack([Sampling(temperature=1.0, top_p=0.95)], "cpu")
+    scores_BTV = torch.randn(1, 2, 1500)
+    rows = SamplingRows.stack([Sampling(temperature=1.0, top_p=0.95)], "cpu")
     with Recorder():
         keep_top_by_sort(scores_BTV.clone(), rows)
     with Recorder(), pytest.raises(RuntimeError, match="not permitted while a stream is capturing"):

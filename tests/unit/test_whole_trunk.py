@@ -27,7 +27,9 @@ from runs import document, paste, refusal
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]
 LAYER = "model.layers.1.mlp.up_proj.weight"
-EMBEDDING, LM_HEAD, HEAD = "model.embed_tokens.weight", "lm_head.weight", "mtp.fc.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+HEAD = "mtp.fc.weight"
 
 
 @pytest.fixture(scope="module")

@@ -492,7 +492,9 @@ def _unlimited_time_steps(decoder: Any) -> None:
             layer.mixer.time_step_limit = (0.0, math.inf)
 
 
-_SUB, _OURS, _EXPERTS = "mtp.layers.{sub}.", "layer.layers.{sub}.", "mixer.experts"
+_SUB = "mtp.layers.{sub}."
+_OURS = "layer.layers.{sub}."
+_EXPERTS = "mixer.experts"
 NEMOTRON_H = Family(
     name="nemotron_h",
     title="Nemotron-H / Nemotron 3",
@@ -597,8 +599,10 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
 def _prepare_layer(layer: Any) -> None:
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj)
-    attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
-    layer.attn_sconv, layer.mlp_sconv = ShortConvolution(layer.attn_sconv), ShortConvolution(layer.mlp_sconv)
+    attention.k_sconv = ShortConvolution(attention.k_sconv)
+    attention.v_sconv = ShortConvolution(attention.v_sconv)
+    layer.attn_sconv = ShortConvolution(layer.attn_sconv)
+    layer.mlp_sconv = ShortConvolution(layer.mlp_sconv)
     layer.mlp = _InterleavedMlp(layer.mlp)
 
 

@@ -125,7 +125,8 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     diagnosis = diagnose_head(donor)
     if not diagnosis.complete:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
-    record, config = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base), config_of(donor)
+    record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
+    config = config_of(donor)
     shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
     _require_fit(trunk, base, record.arch, shape)
     require_finite_checkpoint(donor, progress)

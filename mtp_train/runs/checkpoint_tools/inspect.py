@@ -104,10 +104,19 @@ class Inspection(Shown):
     checkpoint: str
     family: str
     status: Status
-    """``healthy``; ``declared_but_missing``: the config declares a head whose tensors are gone; ``undeclared``: tensors
-    without a declaration; ``partial``: keys missing; ``quantised``: packed in a form that is not read here;
-    ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`; ``miswired``: a
-    known wrong form of the base's head, or zeros; ``foreign``: another kind of drafter, or MLX's layout."""
+    """One word for the state of the head:
+
+    - ``healthy``: declared, present and complete.
+    - ``declared_but_missing``: the config declares a head whose tensors are gone.
+    - ``undeclared``: head tensors without a declaration.
+    - ``partial``: keys are missing.
+    - ``quantised``: packed in a form that is not read here.
+    - ``stripped``: no head, but the base has one.
+    - ``none``: no head.
+    - ``damaged``: see :attr:`problems`.
+    - ``miswired``: a known wrong form of the base's head, or zeros.
+    - ``foreign``: another kind of drafter, or MLX's layout.
+    """
     head: HeadDiagnosis
     """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
     trunk: TrunkDiagnosis = field(default_factory=TrunkDiagnosis)
@@ -364,7 +373,10 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | None) -> str | None:
     named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
-    path, donor, status, problems = str(checkpoint.path), named or "BASE", found.status, found.problems
+    path = str(checkpoint.path)
+    donor = named or "BASE"
+    status = found.status
+    problems = found.problems
     if found.trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
     if status == "miswired":

@@ -102,7 +102,10 @@ def graft(
         >>> mtp.graft("demo:finetune", "demo:base", "grafted").serves["vllm"]
         'vllm serve grafted ...'
     """
-    out, fine_tune, base, progress = Path(out), str(fine_tune), str(base), progress or quiet_progress()
+    out = Path(out)
+    fine_tune = str(fine_tune)
+    base = str(base)
+    progress = progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
     if is_gguf(fine_tune):
         files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
