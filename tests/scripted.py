@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from mtp_inference import HeadDrafting, Sampling, plain_greedy
+from mtp_inference import HeadDrafting, Sampling
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
@@ -19,6 +19,7 @@ from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from tiny import VOCAB_SIZE
 from tolerances import num_terms, rounding
 

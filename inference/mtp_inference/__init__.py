@@ -10,7 +10,7 @@ from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.lossless import TextCheck, compare, fault_of, plain_greedy
+from mtp_inference.lossless import TextCheck, compare, fault_of
 from mtp_inference.requests import MAX_DEPTH, Chunk, GenerationResult, Request
 from mtp_inference.sampling.distributions import Sampling
 
@@ -27,5 +27,4 @@ __all__ = [
     "TextCheck",
     "compare",
     "fault_of",
-    "plain_greedy",
 ]

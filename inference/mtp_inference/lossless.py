@@ -19,12 +19,9 @@ A fault that moves the contenders' logits by less than rounding does is not foun
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import torch
-from transformers import DynamicCache
 
 from mtp_inference.record import FloatArray, TextRecord
 from mtp_inference.requests import GenerationResult
@@ -69,28 +66,6 @@ class TextCheck:
     """Upper bound of the expected number of differences that rounding makes up to the first one."""
 
 
-@torch.inference_mode()
-def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
-    """Decode one prompt of at least one token greedily, token by token.
-
-    Returns:
-        The new token ids, the EOS that ended the text included.
-
-    Example:
-        >>> from mtp_inference import SpeculativeDecoder, plain_greedy
-        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
-        >>> len(plain_greedy(trunk, [4, 5, 6], 8, eos_ids=()))
-        8
-    """
-    cache = DynamicCache(config=trunk.config)
-    tokens_1T = torch.tensor([list(prompt_ids)], device=trunk.lm_head_VD.device)
-    text: list[int] = []
-    while len(text) < max_new_tokens and not (text and text[-1] in eos_ids):
-        tokens_1T = trunk.logits(trunk.hidden(tokens_1T, cache=cache)[:, -1:]).argmax(dim=-1)
-        text.append(int(tokens_1T))
-    return text
-
-
 class PlainTexts:
     """Texts of plain decoding with one setting, which texts with drafts are checked against.
 
@@ -106,45 +81,40 @@ class PlainTexts:
         """A check of each of these texts."""
 
     def _check_plain(self, index: int) -> TextCheck:
-        found = replace(_check_rule(self._texts[index], "plain"), error=self._rounding.largest)
-        if index >= len(self._rounding.references):
+        text, rounding = self._texts[index], self._rounding
+        found = replace(_check_rule(text, "plain"), error=rounding.largest)
+        if index >= len(rounding.references):
             return found
-        reference = self._rounding.references[index]
-        return _counted(found, errors(self._texts[index], reference), self._rounding.plain_limit)
+        return _counted(found, errors(text, rounding.references[index]), rounding.plain_limit)
 
     def check(self, index: int, drafted: GenerationResult) -> TextCheck:
         """Check a text with drafts against the plain text at this index, of the same prompt with the same settings."""
         text, plain, rounding = _text_of(drafted), self._texts[index], self._rounding
         _require_alike(text[1], plain[1], index)
-        is_measured = index < len(rounding.references)
         found = _check_rule(text, "sampled" if text[1].samples_drafts else "identical")
         if not found.follows_rule:
             return found
+        reference = rounding.references[index] if index < len(rounding.references) else None
+        num_shared = len(text[0])
         if found.verdict == "sampled":
             # No other text has the same tokens.
-            own = errors(text, rounding.reference(text)) if is_measured else None
-            return found if own is None else _counted(found, own, rounding.limit)
-        found, num_shared = self._first_difference(found, text, plain)
-        found = replace(found, expected_differences=rounding.most_flips * (num_shared - 1))
-        if not is_measured:
-            return found
-        return _counted(found, errors(text, rounding.references[index], num_shared), rounding.limit)
+            reference = reference and rounding.reference(text)
+        else:
+            found, num_shared = self._beside(found, text, plain)
+        return _counted(found, errors(text, reference, num_shared), rounding.limit) if reference else found
 
-    def _first_difference(self, found: TextCheck, text: Text, plain: Text) -> tuple[TextCheck, int]:
-        """Return the verdict on two texts, and the number of tokens up to their first difference."""
+    def _beside(self, found: TextCheck, text: Text, plain: Text) -> tuple[TextCheck, int]:
+        """Return the check of a text beside the plain one, and the number of tokens up to their first difference."""
         pairs = enumerate(zip(text[0], plain[0], strict=False))
         position = next((index for index, (one, other) in pairs if one != other), None)
-        num_shared = min(len(text[0]), len(plain[0])) if position is None else position + 1
-        if position is None and len(text[0]) == len(plain[0]):
-            return found, num_shared
+        num_shared = len(text[0]) if position is None else position + 1
+        found = replace(found, expected_differences=self._rounding.most_flips * (num_shared - 1))
         if position is None:
-            # One goes on where the other has ended.
-            return replace(found, verdict="divergence", position=num_shared), num_shared
+            return found, num_shared
         own, other = (record.best(num_shared).part(position) for _, record in (text, plain))
-        (error,) = distances(own, other)
-        is_tie = error <= TIE_RATIO * self._rounding.largest
-        verdict: CheckVerdict = "near_tie" if is_tie else "divergence"
-        return replace(found, verdict=verdict, position=position, error=float(error)), num_shared
+        error = float(distances(own, other)[0])
+        verdict: CheckVerdict = "near_tie" if error <= TIE_RATIO * self._rounding.largest else "divergence"
+        return replace(found, verdict=verdict, position=position, error=error), num_shared
 
 
 def compare(drafted: Sequence[GenerationResult], plain: Sequence[GenerationResult], trunk: Trunk) -> list[TextCheck]:
@@ -178,7 +148,8 @@ def fault_of(checks: Sequence[TextCheck]) -> str | None:
     far = sum(one.verdict == "divergence" for one in checks)
     if far:
         return f"{far} of {len(checks)} texts differ from plain decoding where the logits differ by more than rounding"
-    for name, some in (("windows", _of(checks, plain=False)), ("plain decoding", _of(checks, plain=True))):
+    for name, is_plain in (("windows", False), ("plain decoding", True)):
+        some = [one for one in checks if (one.verdict == "plain") is is_plain]
         measured, over_limit = sum(one.measured for one in some), sum(one.over_limit for one in some)
         if over_limit > (1 - QUANTILE) * measured + SPARE_TOKENS:
             return f"the logits of {name} have larger errors than rounding makes, at {over_limit} of {measured} tokens"
@@ -187,10 +158,6 @@ def fault_of(checks: Sequence[TextCheck]) -> str | None:
     if _probability_of(parted, expected) < MIN_PROBABILITY:
         return f"{parted} texts part from plain decoding, where rounding makes at most {expected:.1f} part"
     return None
-
-
-def _of(checks: Sequence[TextCheck], *, plain: bool) -> list[TextCheck]:
-    return [one for one in checks if (one.verdict == "plain") is plain]
 
 
 def _text_of(result: GenerationResult) -> Text:

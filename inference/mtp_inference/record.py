@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mtp_inference.sampling.chooser import Drafts, Verdict
 from mtp_inference.sampling.distributions import Sampling
 
 BEST = 10
-"""Number of largest logits that are recorded for each position: the contenders for its token."""
+"""Number of largest logits that are recorded for each position: the contenders for its token. Vocabularies are larger."""
 LOW, HIGH, P_OF_DRAFT, Q_OF_DRAFT = range(4)
 """Columns of :attr:`RoundRecord.draws`."""
 FloatArray = NDArray[np.float32]
@@ -35,7 +36,7 @@ def decided_on(window_BT: Tensor, logits_BTV: Tensor, verdict: Verdict, drafts: 
     chosen token's interval of the cumulative distribution, as shares of its total, p and q of the draft. Token ids are
     exact below 2**24.
     """
-    best = logits_BTV.topk(min(BEST, logits_BTV.shape[-1]), dim=-1)
+    best = logits_BTV.topk(BEST, dim=-1)
     parts = [window_BT[..., None], best.indices, best.values]
     if verdict.p_BTV is not None:
         tokens_BT = verdict.tokens_BK1
@@ -64,11 +65,10 @@ def _intervals(p_BTV: Tensor, tokens_BT: Tensor, drafts: Drafts, limit_B: Tensor
 
 def _of_drafts(p_BTV: Tensor, drafts: Drafts) -> Tensor:
     """Return p and q of each draft, (B, T, 2), 0 after the last draft and for drafts that were not sampled."""
-    found_BT2 = p_BTV.new_zeros((*p_BTV.shape[:2], 2))
-    if drafts.q_BKV is not None:
-        for index, distribution in enumerate((p_BTV[:, :-1], drafts.q_BKV)):
-            found_BT2[:, :-1, index] = distribution.gather(-1, drafts.tokens_BK[..., None])[..., 0]
-    return found_BT2
+    if drafts.q_BKV is None:
+        return p_BTV.new_zeros((*p_BTV.shape[:2], 2))
+    both = [one_BKV.gather(-1, drafts.tokens_BK[..., None]) for one_BKV in (p_BTV[:, :-1], drafts.q_BKV)]
+    return pad(torch.cat(both, dim=-1), (0, 0, 0, 1))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Best:
 
     @classmethod
     def of(cls, logits_PV: Tensor) -> Best:
-        best = logits_PV.topk(min(BEST, logits_PV.shape[-1]), dim=-1)
+        best = logits_PV.topk(BEST, dim=-1)
         return cls(best.indices.cpu().numpy(), best.values.float().cpu().numpy())
 
     @classmethod
@@ -116,7 +116,7 @@ class RoundRecord:
 
     @property
     def window(self) -> list[int]:
-        return [int(token) for token in self.decided_TW[:, 0]]
+        return self.decided_TW[:, 0].astype(int).tolist()
 
     @property
     def num_best(self) -> int:

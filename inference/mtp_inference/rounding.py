@@ -36,7 +36,7 @@ MOST_FP32_STEPS = 4096
 """Largest error of plain decoding in fp32, in units of fp32's rounding of the largest logit; 430 at most was measured
 in the same models. More is an error of the model or of its cache and no rounding."""
 
-Text = tuple[Sequence[int], TextRecord]
+Text = tuple[tuple[int, ...], TextRecord]
 """New token ids, and what their rounds decided on."""
 IntArray = NDArray[np.int64]
 
@@ -47,11 +47,6 @@ class Forward(NamedTuple):
     best: Best
     choices_P: IntArray
     """The tokens that its logits give, with the random numbers of the text."""
-
-    @property
-    def largest(self) -> float:
-        """The largest logit."""
-        return float(np.abs(self.best.values_PN[:, 0]).max())
 
 
 @torch.inference_mode()
@@ -108,7 +103,8 @@ class Rounding:
         self.references = [self.reference(text) for text in measured]
         plain = [errors(text, reference) for text, reference in zip(measured, self.references, strict=True)]
         plain_flips = _num_flips([tokens for tokens, _ in measured], self.references)
-        step = torch.finfo(trunk.lm_head_VD.dtype).eps * max(one.largest for one in self.references)
+        largest_logit = max(float(np.abs(one.best.values_PN[:, 0]).max()) for one in self.references)
+        step = torch.finfo(trunk.lm_head_VD.dtype).eps * largest_logit
         if self._widens:
             # transformers' own forward in this dtype is correct, whatever the decoder does.
             stock = [forward(trunk, text, in_fp32=False) for text in measured]

@@ -9,9 +9,8 @@ Shapes: T tokens of a window, P positions of a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from mtp_inference.record import HIGH, LOW, P_OF_DRAFT, Q_OF_DRAFT, FloatArray, RoundRecord, TextRecord
@@ -23,28 +22,19 @@ by 2e-5 at most in practice."""
 NO_TOKEN = -1
 
 
-def first_broken(tokens: Sequence[int], record: TextRecord) -> int | None:
+def first_broken(tokens: tuple[int, ...], record: TextRecord) -> int | None:
     """Return the index of the first new token that the rule does not give; None if the whole text is the rule's.
 
-    A text with a token missing at its end, or one too many, is broken there.
+    A text that ends too early or too late is broken where it should go on, or should have ended.
     """
-    required = _cut(_required(record), record)
-    pairs = zip(tokens, required, strict=False)
-    differs = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
-    if differs is None and len(tokens) != len(required):
-        return min(len(tokens), len(required))
-    return differs
-
-
-def _cut(tokens: Iterator[int], record: TextRecord) -> list[int]:
-    """Return the tokens up to the first that ends the text, or to its limit."""
-    text: list[int] = []
-    while len(text) < record.max_new_tokens and not (text and text[-1] in record.stops):
-        token = next(tokens, None)
-        if token is None:
+    num_tokens = 0
+    for token in _required(record):
+        if tokens[num_tokens : num_tokens + 1] != (token,):
             break
-        text.append(token)
-    return text
+        num_tokens += 1
+        if token in record.stops or num_tokens == record.max_new_tokens:
+            return None if len(tokens) == num_tokens else num_tokens
+    return num_tokens
 
 
 def _required(record: TextRecord) -> Iterator[int]:
@@ -64,8 +54,6 @@ def _required(record: TextRecord) -> Iterator[int]:
 
 def _numbers(record: TextRecord, stream: int) -> FloatArray:
     """Return the random numbers of a stream from the first new token on, (P,), for more tokens than the text has."""
-    if record.sampling.temperature == 0.0:
-        return np.empty(0, np.float32)
     num_positions = sum(len(one.tokens) for one in record.rounds)
     position_1P = len(record.prompt_ids) + torch.arange(num_positions)[None]
     return uniform(torch.tensor([record.sampling.seed]), position_1P, stream)[0].numpy()

@@ -166,9 +166,10 @@ class Session:
         self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
         outcome = prefill(self.batch, rows, prompt_RT).tolist()
         now = time.perf_counter()
-        for lane, (token, num_kept, *_) in zip(lanes, outcome, strict=True):
+        for lane, one in zip(lanes, outcome, strict=True):
+            token, num_kept = one[:2]
             if self.batch.records:
-                lane.recorded.append(RoundRecord.of(outcome[lane.row - rows.start], 1))
+                lane.recorded.append(RoundRecord.of(one, 1))
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if num_kept == BAD_TRUNK:

@@ -248,7 +248,7 @@ Found = dict[str, PromptRecord]
 def _decode_plain(
     arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], found: Found, advance: Callable[..., object]
 ) -> PlainTexts:
-    results = [result for _, some in _decode(arms, lane, prompts, partial(advance, 0)) for result in some]
+    results = [result for _, some in _decode(arms, lane, prompts, advance) for result in some]
     texts = PlainTexts(arms.trunk, results)
     pairs = zip(prompts, results, texts.checks, strict=True)
     done = [record_of(prompt, result, check) for prompt, result, check in pairs if prompt.id not in found]
@@ -267,7 +267,7 @@ def _decode_drafted(
     """Decode the prompts that a lane lacks, and check them against the plain ``texts`` of all ``prompts``."""
     index_of = {prompt.id: index for index, prompt in enumerate(prompts)}
     missing = [prompt for prompt in prompts if prompt.id not in found]
-    for group, results in _decode(arms, lane, missing, partial(advance, 0)):
+    for group, results in _decode(arms, lane, missing, advance):
         pairs = zip(group, results, strict=True)
         done = [record_of(prompt, one, texts.check(index_of[prompt.id], one)) for prompt, one in pairs]
         _keep(arms, lane, done, found, advance)
@@ -283,7 +283,7 @@ def _keep(
 
 
 def _decode(
-    arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], on_round: Callable[[], object]
+    arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], advance: Callable[..., object]
 ) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
@@ -293,7 +293,7 @@ def _decode(
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
         for chunk in decoder.stream([arms.request(prompt, lane[1], limit) for prompt in group]):
-            on_round()
+            advance(0)
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
         yield group, [results[number] for number in range(len(group))]

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
-from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
+from plain_decoding import plain_greedy
 from runs import LEARNS, document, overrides_of, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 

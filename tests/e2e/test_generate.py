@@ -13,12 +13,12 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
-from mtp_inference import plain_greedy
 from mtp_train.cli import main as commands
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
+from plain_decoding import plain_greedy
 from runs import document, refusal
 
 # What the head of the run was trained for: its recipe's chats, through the template.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mtp_inference.decoder
 import mtp_inference.sampling.chooser
-from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
 from mtp_inference.depth import RoundCosts
@@ -26,6 +26,7 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from scripted import RandomDrafting, RereadingDrafting
 from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 

@@ -24,7 +24,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from adapters import assert_like_peft, write_adapter
 from checkpoints import all_tensors, same, save_stripped, save_with_head, shared_by_the_head
 from heads_by_hand import HANDS, forward_by_hand
-from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train import graft, inspect, merge
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -42,6 +42,7 @@ from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, 
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
 from mtp_train.upstream.transformers_private import CACHE, kept_in_fp32
+from plain_decoding import plain_greedy
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts

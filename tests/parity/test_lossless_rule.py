@@ -218,7 +218,7 @@ def greedy_round(
     return RoundRecord(tokens, len(kept), len(window) - 1, np.array(rows, np.float32))
 
 
-def text_record(*rounds: RoundRecord, limit: int = 10, stops: frozenset[int] = frozenset()) -> TextRecord:
+def text_record(*rounds: RoundRecord, limit: int = 3, stops: frozenset[int] = frozenset()) -> TextRecord:
     return TextRecord(prompt_ids=(1,), max_new_tokens=limit, sampling=GREEDY, stops=stops, rounds=rounds)
 
 
@@ -235,13 +235,14 @@ TIE = greedy_round([9, 3, 3], [[(6, 1.0), (3, 1.0)], [(5, 2.0), (6, 1.0)], [(5, 
         ((4, 7, 8), text_record(PREFILL, ROUND), 2),
         ((5, 7, 9), text_record(PREFILL, ROUND), 0),
         # Of equal logits the first token of the vocabulary counts.
-        ((4, 7, 9, 3, 5), text_record(PREFILL, ROUND, TIE), None),
-        ((4, 7, 9, 6), text_record(PREFILL, ROUND, TIE), 3),
+        ((4, 7, 9, 3, 5), text_record(PREFILL, ROUND, TIE, limit=5), None),
+        ((4, 7, 9, 6), text_record(PREFILL, ROUND, TIE, limit=4), 3),
         # Accepted tokens after the limit or a stop are not part of the text; a text that lacks one is broken.
         ((4, 7), text_record(PREFILL, ROUND, limit=2), None),
         ((4, 7), text_record(PREFILL, ROUND, stops=frozenset([7])), None),
         ((4, 7), text_record(PREFILL, ROUND), 2),
         ((4, 7, 9), text_record(PREFILL, ROUND, limit=2), 2),
+        ((4, 7, 9), text_record(PREFILL, ROUND, limit=4), 3),
         # A round that did not begin with the last token.
         ((4, 3, 5), text_record(PREFILL, TIE), 1),
     ],

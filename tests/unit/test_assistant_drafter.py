@@ -24,7 +24,7 @@ from assistants import (
     tiny_gemma_trunk,
 )
 from checkpoints import rewrite
-from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
@@ -33,6 +33,7 @@ from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from checkpoints import save_stripped, set_fields
-from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.models.attached import short_factors
@@ -21,6 +21,7 @@ from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
+from plain_decoding import plain_greedy
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
 

@@ -19,7 +19,7 @@ import mtp_inference.capture
 import mtp_inference.decoder
 import mtp_inference.drafters.drafter
 import mtp_inference.session
-from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds, round_up
@@ -29,6 +29,7 @@ from mtp_inference.rule import first_broken
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from scripted import RereadingDrafter, RereadingDrafting
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk

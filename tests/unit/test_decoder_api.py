@@ -13,11 +13,12 @@ import torch
 import mtp_inference
 from adapters import write_adapter
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
 from mtp_train.heads.build import graft_plan
+from plain_decoding import plain_greedy
 
 PROMPT = "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
-from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import read_plain_in_blocks
@@ -22,6 +22,7 @@ from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
+from plain_decoding import plain_greedy
 from runs import document
 from scripted import random_prompt
 from tiny import tiny_head, tiny_trunk

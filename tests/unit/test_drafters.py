@@ -13,12 +13,13 @@ from torch import Tensor
 import mtp_inference.drafters.drafter
 import mtp_inference.drafters.head_drafter
 import mtp_inference.session
-from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
+from plain_decoding import plain_greedy
 from scripted import PassingDrafting, RereadingDrafting, made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 

@@ -14,10 +14,11 @@ from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from byte_tokenizer import byte_tokenizer
 from checkpoints import rewrite
 from gguf_files import VOCAB_SIZE
-from mtp_inference import AssistantDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import AssistantDrafting, SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from runs import document, refusal
 from tiny import tiny_trunk
 

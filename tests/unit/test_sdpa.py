@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mtp_train.heads.step
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
-from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
+from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_train.data.pack import PackedBatch
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
@@ -21,6 +21,7 @@ from mtp_train.heads.alignment import prefix_mask, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
+from plain_decoding import plain_greedy
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import rounding
 

@@ -19,11 +19,12 @@ import torch
 import mtp_inference.decoder
 import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, plain_greedy
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
+from plain_decoding import plain_greedy
 from scripted import RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 

@@ -23,7 +23,7 @@ from checkpoints import (
     set_fields,
     wrap_as_vision_language,
 )
-from mtp_inference import SpeculativeDecoder, plain_greedy
+from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -31,6 +31,7 @@ from mtp_train.families import Convention, family_named
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of, trunk_config
 from mtp_train.trunk.load import Trunk, load_trunk
+from plain_decoding import plain_greedy
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tolerances import rounding
 
