@@ -23,7 +23,7 @@ from mtp_inference.sampling.chooser import Drafts, Verdict
 from mtp_inference.sampling.distributions import Sampling
 
 BEST = 10
-"""Number of largest logits that are recorded for each position: the contenders for its token. Vocabularies are larger."""
+"""Number of largest logits that are recorded for each position: the contenders for its token."""
 LOW, HIGH, P_OF_DRAFT, Q_OF_DRAFT = range(4)
 """Columns of :attr:`RoundRecord.draws`."""
 FloatArray = NDArray[np.float32]

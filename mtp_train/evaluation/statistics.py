@@ -19,6 +19,7 @@ Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins of 
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
@@ -120,15 +121,15 @@ def lossless(arms: Iterable[MeasuredArm]) -> Lossless:
         for arm in arms
         for setting, records in arm.decoded.items()
     }
-    plain = [one for some in checks.values() for one in some if one.verdict == "plain"]
-    verdicts = [one.verdict for some in checks.values() for one in some if one.verdict != "plain"]
+    found = [one for some in checks.values() for one in some]
+    verdicts = Counter(one.verdict for one in found)
     faults = {lane: fault for lane, some in checks.items() if (fault := fault_of(some)) is not None}
     return Lossless(
-        checked=len(verdicts),
-        identical=verdicts.count("identical"),
-        near_tie_divergences=verdicts.count("near_tie"),
-        sampled=verdicts.count("sampled"),
-        noise=max((one.error for one in plain if one.error is not None), default=None),
+        checked=len(found) - verdicts["plain"],
+        identical=verdicts["identical"],
+        near_tie_divergences=verdicts["near_tie"],
+        sampled=verdicts["sampled"],
+        noise=max((one.error or 0.0 for one in found if one.verdict == "plain"), default=None),
         faults=tuple(f"{arm.name}, {setting.name}: {fault}" for (arm, setting), fault in faults.items()),
     )
 

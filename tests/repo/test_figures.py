@@ -132,11 +132,9 @@ def claims_of_the_gates() -> Iterator[str]:
     yield "{identical} of {checked} texts".format_map(RECORD["lossless"][H100])
     yield f"at two drafts {tau(H100, depth=2):alone} and {speed(H100, depth=2):alone}"
     yield f"at one {tau(H100, depth=1):alone} and {speed(H100, depth=1):alone}"
-    yield (
-        "{rate} with prefill, {token} for ".format_map(plain_on_the_gpu())
-        + f"{HAND['trunk_bytes'] / 1e9:.2f} GB of weights"
-    )
-    yield plain_on_the_gpu()["share"]
+    gpu = plain_on_the_gpu()
+    yield f"{gpu['rate']} with prefill, {gpu['token']} for {HAND['trunk_bytes'] / 1e9:.2f} GB of weights"
+    yield gpu["share"]
 
 
 def claims_of_other_prompts() -> Iterator[str]:
