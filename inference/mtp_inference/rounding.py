@@ -30,8 +30,9 @@ MEASURED_TEXTS, MEASURED_NEW_TOKENS, MEASURED_TOKENS = 16, 64, 8192
 """Largest numbers of texts that errors are measured at, of new tokens of each, and of tokens of all together, prompts
 included. One text is measured whatever its length."""
 QUANTILE, NOISE_RATIO = 0.9, 1.5
-"""An error is over the limit if it exceeds this quantile of the errors of correct decoding by this ratio. In correct
-windows of SmolLM2-135M and 14 tiny families, in fp32 and in bf16, 6 % of the new tokens are over it at most."""
+"""An error is over the limit if it exceeds this quantile of the errors of correct decoding by this ratio."""
+LEAST_SHARE = 0.01
+"""Smallest share of errors over the limit to assume of correct decoding, as few tokens are measured."""
 MOST_FP32_STEPS = 4096
 """Largest error of plain decoding in fp32, in units of fp32's rounding of the largest logit; 430 at most was measured
 in the same models. More is an error of the model or of its cache and no rounding."""
@@ -113,12 +114,16 @@ class Rounding:
         else:
             # It is the reference, without an error of its own.
             correct, stock_flips = plain, 0
-        high = np.quantile(np.concatenate([*correct, np.zeros(1, np.float32)]), QUANTILE)
-        self.limit = NOISE_RATIO * max(step, float(high))
+        # Texts of a single token have no errors.
+        floor = np.array([step])
+        correct_errors = np.concatenate([*correct, floor])
+        self.limit = NOISE_RATIO * max(step, float(np.quantile(correct_errors, QUANTILE)))
         """The error in a window that few tokens may exceed."""
         self.plain_limit = self.limit if self._widens else _largest_steps(trunk) * step
         """The same for plain decoding."""
-        self.largest = max(step, *(float(one.max(initial=0.0)) for one in (*plain, *correct)))
+        self.share_over_limit = max(LEAST_SHARE, float((correct_errors > self.limit).mean()))
+        """Share of new tokens of correct decoding with an error over the limit."""
+        self.largest = float(np.concatenate([*plain, correct_errors]).max())
         """Largest error of a contender's logit in correct decoding, at least the rounding of the largest logit."""
         flips = plain_flips + max(plain_flips, stock_flips)
         self.most_flips = (flips + 2 * math.sqrt(flips + 1) + 1) / max(1, sum(map(len, plain)))

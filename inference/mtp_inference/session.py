@@ -86,24 +86,19 @@ class Lane:
         return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
 
     def _result(self) -> GenerationResult:
+        request = self.request
+        record = TextRecord(
+            tuple(request.prompt_ids), request.max_new_tokens, request.sampling, self.stops, tuple(self.recorded)
+        )
         return GenerationResult(
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
             finish_reason="stop" if self.tokens[-1] in self.stops else "length",
             depth=self.depth,
             round_log=tuple(self.rounds),
-            record=self._text_record() if self.recorded else None,
+            record=record if self.recorded else None,
             seconds_prefill=self.seconds_prefill,
             seconds_decode=time.perf_counter() - self.started - self.seconds_prefill,
-        )
-
-    def _text_record(self) -> TextRecord:
-        return TextRecord(
-            prompt_ids=tuple(self.request.prompt_ids),
-            max_new_tokens=self.request.max_new_tokens,
-            sampling=self.request.sampling,
-            stops=self.stops,
-            rounds=tuple(self.recorded),
         )
 
 
