@@ -18,6 +18,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.hooks import train_beside
 from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
 from preserving import load, make_trainer
 from tiny import FAMILY_NAMES
@@ -85,13 +86,30 @@ def test_its_loss_is_in_the_logs_and_falls(base: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_micro_batches_make_one_step(base: Path, tmp_path: Path) -> None:
-    whole = beside(base, tmp_path / "whole", max_steps=1, per_device_train_batch_size=4)
-    parts = beside(base, tmp_path / "parts", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    for trainer in (whole, parts):
+@pytest.mark.parametrize("limit", [1e-3, 1e3], ids=["clipped", "whole"])
+def test_micro_batches_make_one_step(limit: float, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has the mean gradient of its micro-batches, clipped once. AdamW's weights would not show its size."""
+    monkeypatch.setattr(train_beside, "MAX_GRAD_NORM", limit)
+    steps: list[list[dict[str, torch.Tensor]]] = []
+    for size in (4, 1):
+        gradients: list[dict[str, torch.Tensor]] = []
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        trainer = beside(base, tmp_path / str(size), lr=1e-4, save_strategy="no", **settings)
+        named, optimizer = head_of(trainer).named, head_of(trainer).optimizer
+
+        def keep(*_: Any, named: Any = named, gradients: list[Any] = gradients) -> None:
+            gradients.append({name: value.grad.clone() for name, value in named.items()})
+
+        optimizer.register_step_pre_hook(keep)
         trainer.train()
-    theirs = head_of(parts).named
-    assert all(torch.allclose(value, theirs[name], atol=1e-5) for name, value in head_of(whole).named.items())
+        steps.append(gradients)
+    norms = []
+    for whole, parts in zip(*steps, strict=True):
+        norms.append(float(torch.stack([gradient.norm() for gradient in whole.values()]).norm()))
+        for name, gradient in whole.items():
+            torch.testing.assert_close(parts[name], gradient, atol=1e-3 * norms[-1], rtol=0)
+    # The second step has the gradient of its own micro-batches alone, of about the size of the first.
+    assert norms == pytest.approx([limit] * 2, rel=1e-3) if limit < 1 else 0.75 < norms[1] / norms[0] < 1.33
 
 
 def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, caplog: Any) -> None:
