@@ -114,9 +114,9 @@ def sharded_while_loading(directory: Path, name: str, dtype: torch.dtype, peak: 
         return load_trunk(directory, family_of(name), dtype=dtype, on_layer=layer_sharder(accelerator))
 
 
-def layer_bytes(module: nn.Module, itemsize: int) -> int:
-    """Return the bytes of a whole module."""
-    return itemsize * sum(parameter.numel() for parameter in module.parameters())
+def whole_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module, sharded or not, in all processes together."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
@@ -129,14 +129,13 @@ def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str
     before, now = Peak(), Peak()
     expected = sharded_afterwards(directory / case, name, dtype, before)
     found = sharded_while_loading(directory / case, name, dtype, now, accelerator)
-    layers = [layer_bytes(layer, dtype.itemsize) for layer in whole.layers]
     unequal = differences(found, expected)
     return {
         "differences": unequal,
         "changed": [change_one(found)],
         "then_different": differences(found, expected),
-        "whole": layer_bytes(whole, dtype.itemsize),
-        "layer": max(layers),
+        "whole": whole_bytes(expected),
+        "layer": max(map(whole_bytes, expected.layers)),
         "shard": num_bytes(found.parameters()),
         "before": before.bytes,
         "now": now.bytes,
