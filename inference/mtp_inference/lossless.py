@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mtp_inference.record import FloatArray, TextRecord
+from mtp_inference.record import FloatArray
 from mtp_inference.requests import GenerationResult
 from mtp_inference.rounding import Rounding, Text, distances, errors
 from mtp_inference.rule import first_broken
@@ -91,7 +91,11 @@ class PlainTexts:
     def check(self, index: int, drafted: GenerationResult) -> TextCheck:
         """Check a text with drafts against the plain text at this index, of the same prompt with the same settings."""
         text, plain, rounding = _text_of(drafted), self._texts[index], self._rounding
-        _require_alike(text[1], plain[1], index)
+        if replace(text[1], rounds=()) != replace(plain[1], rounds=()):
+            raise MtpError(
+                f"compare: result {index + 1} has another prompt or other settings than its plain text; expected the "
+                "same request. Decode the same requests with drafts and without."
+            )
         found = _check_rule(text, "sampled" if text[1].samples_drafts else "identical")
         if not found.follows_rule:
             return found
@@ -176,14 +180,6 @@ def _text_of(result: GenerationResult) -> Text:
             "by SpeculativeDecoder(..., records=True)."
         )
     return result.token_ids, result.record
-
-
-def _require_alike(record: TextRecord, plain: TextRecord, index: int) -> None:
-    if replace(record, rounds=()) != replace(plain, rounds=()):
-        raise MtpError(
-            f"compare: result {index + 1} has another prompt or other settings than its plain text; expected the same "
-            "request. Decode the same requests with drafts and without."
-        )
 
 
 def _check_rule(text: Text, verdict: CheckVerdict) -> TextCheck:
