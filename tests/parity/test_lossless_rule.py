@@ -328,8 +328,8 @@ class Real:
     prompts: list[list[int]]
     plain: list[GenerationResult]
 
-    def decode(self, drafting: Drafting | None) -> list[GenerationResult]:
-        return decode(self.trunk, drafting, prompts=self.prompts, max_batch=8, new_tokens=64)
+    def decode(self, drafting: Drafting | None, depth: int = 3, max_batch: int = 8) -> list[GenerationResult]:
+        return decode(self.trunk, drafting, prompts=self.prompts, depth=depth, max_batch=max_batch, new_tokens=64)
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -343,8 +343,21 @@ def real(request: pytest.FixtureRequest) -> Real:
     return replace(found, plain=found.decode(None))
 
 
+needs_real_model = pytest.mark.skipif(
+    "MTP_REAL_MODEL" not in os.environ, reason="MTP_REAL_MODEL names no checkpoint directory"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif("MTP_REAL_MODEL" not in os.environ, reason="MTP_REAL_MODEL names no checkpoint directory")
+@needs_real_model
+@pytest.mark.parametrize(("depth", "max_batch"), [(1, 8), (2, 1), (5, 8), (7, 1)])
+def test_a_real_model_is_lossless_at_every_depth(depth: int, max_batch: int, real: Real) -> None:
+    drafted = real.decode(NgramDrafting(), depth, max_batch)
+    assert fault_of(compare(drafted, real.plain, real.trunk)) is None
+
+
+@pytest.mark.slow
+@needs_real_model
 @pytest.mark.parametrize("name", ["none", *FOUND, *MISSED])
 def test_a_fault_in_decoding_a_real_model_is_found(name: str, real: Real) -> None:
     """Prints a row as JSON: what was found, and at how many tokens errors were over the limits."""
