@@ -29,8 +29,10 @@ from mtp_train.trunk.precision import HALF_DTYPES
 MEASURED_TEXTS, MEASURED_NEW_TOKENS, MEASURED_TOKENS = 16, 64, 8192
 """Largest numbers of texts that errors are measured at, of new tokens of each, and of tokens of all together, prompts
 included. One text is measured whatever its length."""
-QUANTILE, NOISE_RATIO = 0.9, 1.5
-"""An error is over the limit if it exceeds this quantile of the errors of correct decoding by this ratio."""
+QUANTILE, HALF_RATIO, FP32_RATIO = 0.9, 1.5, 4.0
+"""An error is over the limit if it exceeds this quantile of the errors of correct decoding by a ratio. In fp32 it is
+larger: plain decoding itself is the measure there, whose errors depend on the size of its batch, and any fault moves
+logits by much more."""
 LEAST_SHARE = 0.01
 """Smallest share of errors over the limit to assume of correct decoding, as few tokens are measured."""
 MOST_FP32_STEPS = 4096
@@ -115,9 +117,9 @@ class Rounding:
             # It is the reference, without an error of its own.
             correct, stock_flips = plain, 0
         # Texts of a single token have no errors.
-        floor = np.array([step])
-        correct_errors = np.concatenate([*correct, floor])
-        self.limit = NOISE_RATIO * max(step, float(np.quantile(correct_errors, QUANTILE)))
+        correct_errors = np.concatenate([*correct, [step]])
+        ratio = HALF_RATIO if self._widens else FP32_RATIO
+        self.limit = ratio * max(step, float(np.quantile(correct_errors, QUANTILE)))
         """The error in a window that few tokens may exceed."""
         self.plain_limit = self.limit if self._widens else _largest_steps(trunk) * step
         """The same for plain decoding."""
