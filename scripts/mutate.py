@@ -41,7 +41,7 @@ PACKAGES = (
 )
 # The lossless rule has a table of planted faults of its own, in tests/parity/test_lossless_rule.py.
 LEFT_OUT = "inference/mtp_inference/lossless.py"
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "runs", ".*_cache")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache")
 
 # An operator, and those that replace it.
 OPERATORS = """
@@ -232,9 +232,10 @@ def covering(mutation: Mutation, database: Path) -> list[str]:
 
 
 def importing(mutation: Mutation) -> list[str]:
-    """Return the test files that name a module."""
+    """Return the files of unit tests that name a module."""
     module = mutation.path.removeprefix("inference/").removesuffix(".py").replace("/", ".")
-    return [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if module in file.read_text("utf-8")]
+    files = (file for file in sorted(REPOSITORY.glob("tests/unit/test_*.py")) if module in file.read_text("utf-8"))
+    return [str(file.relative_to(REPOSITORY)) for file in files]
 
 
 def failure(tree: Path, tests: list[str]) -> str | None:
