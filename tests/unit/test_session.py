@@ -21,10 +21,11 @@ import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
-from mtp_inference.drafters.drafter import Drafting
+from mtp_inference.drafters.drafter import Drafting, RoundPlan
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
-from scripted import RereadingDrafting
+from scripted import RereadingDrafter, RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
@@ -138,6 +139,27 @@ def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatc
     accepted = [result.num_accepted_tokens for result in together]
     assert sum(accepted) > 20
     assert (accepted[2], accepted[6]) == (0, 0)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+def test_a_drafter_is_told_no_fewer_tokens_than_are_pending(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    request = Request(prompt_ids=prompt(5), max_new_tokens=28)
+    lengths, bounds = [len(request.prompt_ids)], []
+    draft = RereadingDrafter.draft
+
+    def watched(drafter: RereadingDrafter, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        lengths.append(int(drafter.length_B))
+        bounds.append(plan.pending)
+        return draft(drafter, plan, choice)
+
+    monkeypatch.setattr(RereadingDrafter, "draft", watched)
+    decoder_of("qwen3_5", RereadingDrafting(nearly("qwen3_5"))).generate([request])
+    pending = [after - before for before, after in itertools.pairwise(lengths)]
+    assert len(set(pending)) > 2, "rounds keep different numbers of tokens"
+    # In step, the bound is the number itself.
+    assert all(bound >= number if is_ahead else bound == number for number, bound in zip(pending, bounds, strict=True))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
