@@ -6,7 +6,9 @@
     python scripts/mutate.py --run --coverage .coverage    # run the tests that execute the line, the nearest 60
 
 The last form needs pytest-cov, and before it a run of
-``pytest --cov=mtp_train --cov=mtp_inference --cov-context=test`` on the same tests. A mutation changes an operator, constant, bound, condition, call or argument, or removes a statement. Text is left
+``pytest --cov=mtp_train --cov=mtp_inference --cov-context=test`` on the same tests.
+
+A mutation changes an operator, constant, bound, condition, call or argument, or removes a statement. Text is left
 alone: strings, messages, the arguments of errors, annotations, decorators and ``__repr__``. ``--run`` works in a copy
 of the repository. The last line is JSON.
 """
