@@ -15,13 +15,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import mtp_inference.decoder
 import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, plain_greedy
+from mtp_inference.batch import Batch
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
+from mtp_inference.round import prefill
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
@@ -189,6 +192,21 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
     assert order.index(2) > order.index(0) + 2
     ended = [chunk.index for chunk in chunks if chunk.result is not None]
     assert order.index(2) > max(place for place, index in enumerate(order) if index == ended[0])
+
+
+def test_prompts_of_a_length_are_prefilled_together_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def watched(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
+        shapes.append(tuple(prompt_RT.shape))
+        return prefill(batch, rows, prompt_RT)
+
+    monkeypatch.setattr(mtp_inference.session, "prefill", watched)
+    monkeypatch.setattr(mtp_inference.session, "MAX_PREFILL_TOKENS", 10)
+    requests = [Request(prompt_ids=prompt(length, seed), max_new_tokens=3) for seed, length in enumerate((5, 19, 5, 5))]
+    decoder_of("glm4_moe", None, depth=0, rows=4).generate(requests)
+    # A prompt that is longer by itself comes alone.
+    assert shapes == [(1, 19), (2, 5), (1, 5)]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
