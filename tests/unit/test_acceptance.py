@@ -15,6 +15,8 @@ def test_repeated_ngrams_count_within_one_output_only() -> None:
     assert repeated_ngram_share([[1, 2, 3], [1, 2, 3]], n=3) == 0.0
     assert repeated_ngram_share([[7] * 10], n=8) == pytest.approx(2 / 3)
     assert repeated_ngram_share([[1, 2, 3]], n=8) is None
+    # The report's figure is of 8-grams: of nine, the last repeats the first.
+    assert repeated_ngram_share([[*range(8), *range(8)]]) == pytest.approx(1 / 9)
 
 
 def test_entropy_is_in_nats_and_survives_zeros() -> None:

@@ -209,6 +209,8 @@ def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
     stored = assistant().state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
     rewrite(tmp_path, lambda tensors: tensors.pop("post_projection.weight"))
     with pytest.raises(CheckpointError, match=r"keys missing: post_projection.weight"):
         load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)

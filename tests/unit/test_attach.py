@@ -18,7 +18,7 @@ from checkpoints import (
     set_fields,
 )
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
@@ -69,6 +69,12 @@ def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
     assert head.state_dict().keys() == theirs.keys()
     for name, value in head.state_dict().items():
         assert torch.equal(value, theirs[name]), name
+
+
+def test_a_graft_is_refused_a_wiring_that_no_engine_has(tmp_path: Path) -> None:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
+    with pytest.raises(UnsupportedModelError, match=r"head\.convention: 'vlm'; expected one of auto, "):
+        graft_plan(finetune, base, "vlm")
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

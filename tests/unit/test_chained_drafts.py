@@ -75,6 +75,16 @@ def test_a_prompt_takes_every_module_no_further_than_keys(convention: str, num_r
     assert all(layer.is_initialized for layer in drafter.cache.layers)
 
 
+@torch.inference_mode()
+def test_training_takes_rows_of_earlier_depths_no_further_than_keys() -> None:
+    trunk, head = models(FAMILIES[-1])
+    passes: list[Tensor] = []
+    for block in head.blocks:
+        block.layer.mlp.register_forward_hook(lambda _module, _inputs, output: passes.append(output))
+    states_of_training(trunk, head, random_prompt(10), random_prompt(NUM_MODULES, seed=1))
+    assert len(passes) == NUM_MODULES
+
+
 def gradient(head: MtpHead, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return that of what the head says of one draft."""
     head.zero_grad()

@@ -216,6 +216,13 @@ def test_a_window_beyond_the_buffers_is_refused() -> None:
     assert sizes == [min(12, SLIDING_WINDOW + 4)] * 3
 
 
+def test_a_commit_of_no_forward_is_refused() -> None:
+    cache = WindowCache(tiny_trunk("qwen3_5").config, num_rows=1, capacity=12, max_window=4)
+    cache.begin(Window(slice(0, 1), torch.arange(4)[None], 4, 0))
+    with pytest.raises(RuntimeError, match="no window ran; expected one forward before every commit"):
+        cache.commit(None)
+
+
 def test_a_trunk_whose_state_cannot_be_taken_back_is_refused() -> None:
     config = FalconH1Config(num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match=r"trunk layer 0: .* cannot undo a rejected draft"):

@@ -62,6 +62,17 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
     assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
 
+def test_an_index_keeps_its_metadata_but_for_the_counts(tmp_path: Path) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    path = shard(finetune) / INDEX_FILE
+    index = json.loads(path.read_text())
+    index["metadata"] |= {"total_parameters": 7, "tuned_by": "us"}
+    path.write_text(json.dumps(index))
+    graft(finetune, base, tmp_path / "out")
+    metadata = json.loads((tmp_path / "out" / INDEX_FILE).read_text())["metadata"]
+    assert metadata.keys() == {"total_size", "tuned_by"}
+
+
 def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     wrap_as_vision_language(finetune)

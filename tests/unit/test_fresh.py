@@ -69,6 +69,13 @@ def test_the_layer_starts_as_the_trunks_last_of_its_kind(family_name: str, tmp_p
     assert torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
 
 
+@pytest.mark.skipif("dots3_note" not in ALL_FAMILIES, reason="this transformers does not run dots3-note")
+def test_a_heads_own_embedding_starts_as_the_trunks(tmp_path: Path) -> None:
+    trunk = tiny_trunk("dots3_note")
+    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random")
+    assert torch.equal(head.blocks[0].embedding.weight, trunk.causal_lm.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("family_name", ["llama", "gemma3_text", "qwen2"])
 def test_eagle3_starts_with_the_trunks_last_norm_in_the_flavour_that_it_has(family_name: str, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)

@@ -19,6 +19,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, fuse_experts, rewrite
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.gguf import sidecar
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, stored_type, trunk_names, write_tensors
@@ -360,22 +361,43 @@ def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> No
     ("kind", "error"), list(zip(get_args(GgufKind)[5:], (0.02, 0.04, 0.08, 0.1, 0.1, 0.16, 0.35), strict=True))
 )
 def test_llama_cpp_quantises_what_the_gguf_package_only_reads(kind: GgufKind, error: float, tmp_path: Path) -> None:
-    """Where it is installed; elsewhere this is said before a byte is written. Blocks have 256 columns, IQ4_NL's 32."""
+    """Where it is installed. Blocks have 256 columns, IQ4_NL's 32."""
     assert get_args(GgufKind) == KINDS
     matrix = torch.randn(8, 512)
     tensors = [held_tensor(f"{size}.weight", "F32", matrix[:, :size]) for size in (512, 64, 48)]
     narrow = "IQ4_NL" if kind == "iq4_nl" else "Q8_0"
     assert [stored_type(one, kind).name for one in tensors] == [kind.upper(), narrow, "F16"]
-    path, progress = tmp_path / "new.gguf", quiet_progress()
-    writer = gguf.GGUFWriter(path, "qwen35")
     if not (shutil.which("llama-quantize") or find_spec("llama_cpp") or find_library("ggml-base")):
-        with pytest.raises(CheckpointError, match="neither beside llama-quantize on PATH"):
-            write_tensors(writer, tensors, kind, progress)
-        assert not path.exists()
-        return
-    write_tensors(writer, tensors, kind, progress)
+        pytest.skip("no llama.cpp is installed")
+    path = tmp_path / "new.gguf"
+    write_tensors(gguf.GGUFWriter(path, "qwen35"), tensors, kind, quiet_progress())
     found = values(gguf.GGUFReader(path))
     assert 0 < np.square(found["512.weight"] - matrix.numpy()).mean() ** 0.5 < error
+
+
+def test_without_llama_cpp_its_kinds_are_refused_before_a_byte_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for finder in ("shutil.which", "importlib.util.find_spec", "ctypes.util.find_library"):
+        monkeypatch.setattr(finder, lambda _name: None)
+    monkeypatch.setattr(sidecar, "_quantiser", sidecar._quantiser.__wrapped__)
+    path, tensor = tmp_path / "new.gguf", held_tensor("512.weight", "F32", torch.randn(8, 512))
+    with pytest.raises(CheckpointError, match=r"neither beside llama-quantize .* pip install llama-cpp-python"):
+        write_tensors(gguf.GGUFWriter(path, "qwen35"), [tensor], "q4_k", quiet_progress())
+    assert not path.exists()
+
+
+# Rows of 32 numbers; wider rows than may be held come one by one.
+@pytest.mark.parametrize(("most", "rows"), [(3, [1] * 5), (70, [2, 2, 1])])
+def test_a_tensor_is_quantised_a_few_rows_at_a_time(
+    most: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = held_tensor("weight", "F32", torch.randn(5, 32))
+    (whole,) = sidecar.encoded(tensor, "q8_0")
+    monkeypatch.setattr(sidecar, "_MAX_ELEMENTS", most)
+    parts = list(sidecar.encoded(tensor, "q8_0"))
+    assert [len(part) for part in parts] == rows
+    assert np.array_equal(np.concatenate(parts), whole)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
     assert (head.layer_types, head.sliding_window) == (["sliding_attention"], window)
 
 
+def test_a_depth_ends_with_the_norm_of_its_module() -> None:
+    head, state_BTD = tiny_head(tiny_trunk("glm4_moe"), num_modules=2), torch.randn(1, 3, 32)
+    first, second = (module.final_norm(state_BTD) for module in head.blocks)
+    assert not torch.equal(first, second)
+    assert torch.equal(head.norm_for(2)(state_BTD), second)
+
+
 @pytest.mark.skipif("dots3_note" not in ALL_FAMILIES, reason="this transformers has no dots3-note")
 def test_a_head_with_an_embedding_of_its_own_reads_that_one_and_never_trains_it() -> None:
     trunk = tiny_trunk("dots3_note")

@@ -25,6 +25,7 @@ from mtp_train.checkpoints.identity import (
     file_status,
     hash_inputs,
     read_records,
+    require_same,
     write_records,
 )
 from mtp_train.errors import CheckpointError
@@ -107,6 +108,25 @@ def test_a_touched_file_alone_is_read_again(files: InputFiles, reads: list[str])
     again = hashed(files, first)["model.trunk"]
     assert (reads, again.contents) == (["model.safetensors"], first["model.trunk"].contents)
     assert again.files["model.safetensors"].status != first["model.trunk"].files["model.safetensors"].status
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_touched_file_is_read_again_once_if_its_new_status_is_kept(
+    keeps: bool, files: InputFiles, tmp_path: Path, reads: list[str]
+) -> None:
+    write_records(tmp_path, hashed(files))
+    reads.clear()
+    os.utime(files.files["model.safetensors"])
+    for _ in range(2):
+        require_same(tmp_path, {"model.trunk": files}, SILENT, finished=False, keeps=keeps)
+    assert reads == ["model.safetensors"] * (1 if keeps else 2)
+
+
+def test_files_that_changed_are_named_in_order() -> None:
+    gone, new, changed = ("f", "b", "h"), ("g", "a", "d"), ("c", "e", "i")
+    recorded, found = dict.fromkeys((*gone, *changed), "old"), dict.fromkeys((*new, *changed), "new")
+    named = [f"{name} (gone)" for name in gone] + [f"{name} (new)" for name in new] + [*changed]
+    assert changed_files(recorded, found) == sorted(named)
 
 
 def test_a_rewrite_of_the_same_size_with_its_old_time_is_found(files: InputFiles, reads: list[str]) -> None:

@@ -183,6 +183,7 @@ def test_rows_that_the_host_knows_give_the_bits_of_rows_that_are_looked_for(kind
     looked_for, known = (frozen_head_loss(**rows._asdict(), kind=kind, used_N=one) for one in (None, used_N))
     assert all(torch.equal(*pair) for pair in zip(looked_for, known, strict=True))
     assert torch.equal(*(gradient_of(one, rows.student_KND) for one in (looked_for, known)))
+    assert torch.equal(known.total, ours(rows, kind, 1.0).total), "without a temperature, p and q are not softened"
     fewer = frozen_head_loss(**rows._asdict(), kind=kind, used_N=used_N[1:])
     assert not torch.equal(fewer.total, known.total)
 
@@ -329,17 +330,18 @@ def test_as_many_tensors_of_a_chunk_are_held_as_the_footprint_counts(
     assert beside < CHUNK_BYTES
 
 
+# Four blocks, the last of one row; two blocks.
+@pytest.mark.parametrize("block_rows", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, block_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     logits_CV, teacher_CV = torch.randn(2, 7, 31, generator=generator).to(dtype)
     targets_C = torch.arange(7)
     whole = row_work(find_loss(kind), teacher_CV, 1.0)(logits_CV.clone(), targets_C)
-    # Blocks of two rows, and one of one row.
-    monkeypatch.setattr(losses, "BLOCK_NUMBERS", 2 * 31)
+    monkeypatch.setattr(losses, "BLOCK_NUMBERS", block_rows * 31)
     work = row_work(find_loss(kind), teacher_CV, 1.0)
     for _ in range(2):
         blocks = work(logits_CV.clone(), targets_C)

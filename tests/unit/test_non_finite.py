@@ -69,6 +69,16 @@ def test_a_layer_of_the_trunk_that_overflows(
         decode(trunk, head, depth, sampling)
 
 
+def test_one_logit_of_a_prompt_that_is_no_number_ends_decoding(trunk: Trunk) -> None:
+    # The first token comes from the prompt's own forward: no round runs.
+    decoder = SpeculativeDecoder(trunk, None, 0, ())
+    assert len(decoder.generate([PROMPT], max_new_tokens=1)[0].token_ids) == 1, "the control"
+    with torch.no_grad():
+        trunk.lm_head_VD[7] = torch.nan
+    with refused("trunk"):
+        decoder.generate([PROMPT], max_new_tokens=1)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_head_is_told_from_the_trunk(trunk: Trunk, head: MtpHead, sampling: Sampling) -> None:
     with torch.no_grad():

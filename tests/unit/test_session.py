@@ -15,17 +15,21 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import mtp_inference.decoder
 import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder
+from mtp_inference.batch import Batch
 from mtp_inference.depth import RoundCosts
-from mtp_inference.drafters.drafter import Drafting
+from mtp_inference.drafters.drafter import Drafting, RoundPlan
+from mtp_inference.round import prefill
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
 from plain_decoding import plain_greedy
-from scripted import RereadingDrafting
+from scripted import RereadingDrafter, RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
@@ -142,6 +146,27 @@ def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatc
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
+def test_a_drafter_is_told_no_fewer_tokens_than_are_pending(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_ahead:
+        run_ahead(monkeypatch)
+    request = Request(prompt_ids=prompt(5), max_new_tokens=28)
+    lengths, bounds = [len(request.prompt_ids)], []
+    draft = RereadingDrafter.draft
+
+    def watched(drafter: RereadingDrafter, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        lengths.append(int(drafter.length_B))
+        bounds.append(plan.pending)
+        return draft(drafter, plan, choice)
+
+    monkeypatch.setattr(RereadingDrafter, "draft", watched)
+    decoder_of("qwen3_5", RereadingDrafting(nearly("qwen3_5"))).generate([request])
+    pending = [after - before for before, after in itertools.pairwise(lengths)]
+    assert len(set(pending)) > 2, "rounds keep different numbers of tokens"
+    # In step, the bound is the number itself.
+    assert all(bound >= number if is_ahead else bound == number for number, bound in zip(pending, bounds, strict=True))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
 def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_ahead:
         run_ahead(monkeypatch)
@@ -168,6 +193,21 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
     assert order.index(2) > order.index(0) + 2
     ended = [chunk.index for chunk in chunks if chunk.result is not None]
     assert order.index(2) > max(place for place, index in enumerate(order) if index == ended[0])
+
+
+def test_prompts_of_a_length_are_prefilled_together_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def watched(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
+        shapes.append(tuple(prompt_RT.shape))
+        return prefill(batch, rows, prompt_RT)
+
+    monkeypatch.setattr(mtp_inference.session, "prefill", watched)
+    monkeypatch.setattr(mtp_inference.session, "MAX_PREFILL_TOKENS", 10)
+    requests = [Request(prompt_ids=prompt(length, seed), max_new_tokens=3) for seed, length in enumerate((5, 19, 5, 5))]
+    decoder_of("glm4_moe", None, depth=0, rows=4).generate(requests)
+    # A prompt that is longer by itself comes alone.
+    assert shapes == [(1, 19), (2, 5), (1, 5)]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

@@ -73,6 +73,15 @@ def test_rejection_on_tables_worked_by_hand(
     assert verdict.tokens_BK1[0, : accepted + 1].tolist() == committed
 
 
+def test_a_round_without_drafts_draws_from_p() -> None:
+    none_BK, p_BK1V = torch.empty(1, 0), torch.tensor([P_K1V[:1]])
+    verdict = verify_rejection(
+        none_BK.long(), none_BK[..., None].expand(1, 0, 3), p_BK1V, none_BK, torch.tensor([[0.6]]), torch.tensor([0])
+    )
+    assert verdict.num_accepted_B.tolist() == [0]
+    assert verdict.tokens_BK1.tolist() == [[1]]
+
+
 def test_a_draft_that_the_trunk_cannot_say_is_refused_at_every_number() -> None:
     p_BK1V, q_BKV = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
     for u in (0.0, 1.0 - 2.0**-24):
