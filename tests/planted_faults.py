@@ -164,13 +164,13 @@ def sees_a_rejected_key(patch: pytest.MonkeyPatch) -> None:
         num_kept_B = None if kept_B is None else kept_B.clone()
         commit(cache, kept_B)
 
-    def stale(store: AttentionStore, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def stale(store: AttentionStore, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
         if not is_verified(store, keys) or num_kept_B is None or len(num_kept_B) != len(keys):
-            return update(store, keys, values, *rest)
+            return update(store, keys, values, *rest, **named)
         rows = (num_kept_B < keys.shape[2]).nonzero()[:, 0]
         slots = store.window.slots_BT(store.size)[:, 0][rows]
         old = [buffer[rows, :, slots].clone() for buffer in (store.keys, store.values)]
-        found = [one.clone() for one in update(store, keys, values, *rest)]
+        found = [one.clone() for one in update(store, keys, values, *rest, **named)]
         for one, rejected in zip(found, old, strict=True):
             one[rows, :, slots] = rejected.to(one.dtype)
         return tuple(found)

@@ -24,6 +24,7 @@ from mtp_inference.capture import Rounds
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
+from mtp_inference.sampling.chooser import Verdict
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
@@ -206,11 +207,10 @@ def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest
         commit = WindowCache.commit
         monkeypatch.setattr(WindowCache, "commit", lambda cache, num_kept_B: commit(cache, None))
     else:
-        accept_all = torch.full((2,), DEPTH)
         monkeypatch.setattr(
             mtp_inference.sampling.chooser,
             "verify_matching",
-            lambda drafts_BK, choices_BT, limit_B: (accept_all, choices_BT),
+            lambda drafts_BK, choices_BT, limit_B: Verdict(limit_B, choices_BT),
         )
     with pytest.raises(AssertionError):
         check(case)

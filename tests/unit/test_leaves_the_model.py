@@ -98,6 +98,10 @@ def users_model(family_name: str) -> Any:
         model.config._attn_implementation = "sdpa"
         for layer in model.model.layers:
             layer.self_attn.attn_logit_softcapping = None
+    if family_name == "hy_v4_vl":
+        # transformers leaves these parameters as they are in memory.
+        for parameter in model.model.vision_tower.patch_merger.parameters():
+            torch.nn.init.zeros_(parameter)
     return model
 
 

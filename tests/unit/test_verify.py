@@ -27,7 +27,7 @@ def test_matching_keeps_the_drafts_that_equal_the_choices(
     drafts: list[int], choices: list[int], num_drafted: int, accepted: int, committed: list[int]
 ) -> None:
     drafts_BK = torch.tensor([drafts], dtype=torch.int64)
-    num_accepted_B, tokens_BK1 = verify_matching(drafts_BK, torch.tensor([choices]), torch.tensor([num_drafted]))
+    num_accepted_B, tokens_BK1, _ = verify_matching(drafts_BK, torch.tensor([choices]), torch.tensor([num_drafted]))
     assert num_accepted_B.tolist() == [accepted]
     assert num_accepted_B.dtype == tokens_BK1.dtype == torch.int64
     assert tokens_BK1[0, : accepted + 1].tolist() == committed
