@@ -26,7 +26,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -273,21 +272,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=48)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--run", action="store_true", help="run tests for each mutation")
-    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of the draw, these alone")
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="data of coverage with contexts")
     options = parser.parse_args()
     records = []
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(shutil.copytree(REPOSITORY, Path(directory) / "tree", ignore=NOT_COPIED))
-        for number, mutation in enumerate(draw(options.count, options.seed), 1):
-            if options.only and number not in options.only:
-                continue
-            start = time.monotonic()
+        for mutation in draw(options.count, options.seed):
             found, test = verdict(tree, mutation, options.coverage) if options.run else ("not run", None)
-            seconds = round(time.monotonic() - start, 1)
-            print(f"{number} {mutation.path}:{mutation.line}: {mutation.before.strip()}  ->  {mutation.after.strip()}")
-            print(f"    {found} {test or ''} ({seconds} s)", flush=True)
-            records.append({"number": number, **mutation._asdict(), "verdict": found, "test": test, "seconds": seconds})
+            print(f"{mutation.path}:{mutation.line}: {mutation.before.strip()}  ->  {mutation.after.strip()}")
+            print(f"    {found} {test or ''}", flush=True)
+            records.append({**mutation._asdict(), "verdict": found, "test": test})
     print(json.dumps(records))
 
 
