@@ -28,7 +28,7 @@ import importlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -244,9 +244,7 @@ class OnGpu(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # As on a GPU, one kernel: the constant is of the host.
             attn_mask = torch.where(attn_mask, query.new_empty(()), -torch.inf)
-        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-        needs_backward = torch.is_grad_enabled() and query.requires_grad
-        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs_backward)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, query.requires_grad)[0]
 
 
 def count_round(model: SpeculativeDecoder, depth: int) -> Counting:
@@ -332,7 +330,7 @@ def adamw(trained: Sequence[Tensor]) -> None:
     torch._fused_adamw_(weights, gradients, weights, weights, [], [], **rates, amsgrad=False, maximize=False)
 
 
-def table(title: str, found: Row) -> Iterable[str]:
+def table(title: str, found: Row) -> Iterator[str]:
     """Yield the lines of a table of a round or a step by module."""
     yield f"{title:32} {'launches':>9} {'share':>6} {'GB':>10} {'TFLOP':>10}"
     for name, row in {"all": found, "products": found["products"], **found["by_module"]}.items():
@@ -342,7 +340,7 @@ def table(title: str, found: Row) -> Iterable[str]:
 
 def teraflop_of(found: Row, part: str) -> float:
     rows = found["by_module"].items()
-    return round(sum(row["teraflop"] for name, row in rows if name.split(":")[0] == part), 3)
+    return round(sum(row["teraflop"] for name, row in rows if name.startswith(part)), 3)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -359,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "step": count_step(model, options.train_tokens).row(),
     }
     for title, row in found.items():
-        print(*table(title, row), "", sep="\n", flush=True)
+        print(*table(title, row), "", sep="\n")
     found["step"]["teraflop_by_part"] = {part: teraflop_of(found["step"], part) for part in ("loss", "trunk", "head")}
     settings = {**vars(options), "torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"settings": settings, **found}))
