@@ -168,6 +168,17 @@ ATTENTION = [operation for operation in flop_registry if "attention" in str(oper
 """Not counted: torch before 2.13 refuses grouped heads here, and not every kernel is registered."""
 
 
+def documents(tokens: int, seq_len: int, vocab_size: int, device: torch.device) -> PackedBatch:
+    """Return rows of random tokens, each one document."""
+    shape = (tokens // seq_len, seq_len)
+    return PackedBatch(
+        torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device),
+        torch.arange(seq_len, device=device).expand(shape),
+        torch.zeros(shape, dtype=torch.long, device=device),
+        torch.ones(shape, dtype=torch.bool, device=device),
+    )
+
+
 def training_step(
     trunk: Trunk, drafting: HeadDrafting, dtype: torch.dtype, *, tokens: int, seq_len: int, depth: int, repeats: int
 ) -> Row:
@@ -182,14 +193,8 @@ def training_step(
         depth: K.
         repeats: Timed steps, after one that is not counted.
     """
-    device, vocab = trunk.lm_head_VD.device, len(trunk.lm_head_VD)
-    shape = (tokens // seq_len, seq_len)
-    batch = PackedBatch(
-        torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(device),
-        torch.arange(seq_len, device=device).expand(shape),
-        torch.zeros(shape, dtype=torch.long, device=device),
-        torch.ones(shape, dtype=torch.bool, device=device),
-    )
+    device = trunk.lm_head_VD.device
+    batch = documents(tokens, seq_len, len(trunk.lm_head_VD), device)
     head = drafting.head.float().requires_grad_(True)
     module = HeadTraining(trunk, head, num_depths=depth, kind="kl", temperature=1.0, compute_dtype=dtype).train()
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-6)

@@ -1,18 +1,24 @@
-"""The two benchmarks run, and print everything as JSON in their last line."""
+"""The benchmarks run, and print everything as JSON in their last line."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import mtp_train
 from tiny import tiny_trunk
 
+DEMO = Path(mtp_train.__file__).parent / "demo_assets" / "base" / "config.json"
+CEILINGS = {"plain_round": 718, "round_3_drafts": 1238, "step": 1904}
+"""Launches of the demo, a few more than there are. Lower one when a change saves launches."""
 SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-len", "16")
 
 
@@ -47,9 +53,8 @@ def test_the_parts_for_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_config_alone_gives_random_weights_of_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    config = Path(mtp_train.__file__).parent / "demo_assets" / "base" / "config.json"
     gpu = importlib.import_module("gpu")
-    assert gpu.main(["--device", "cpu", "--parts", "decode,train", "--config", str(config), *SMALL]) == 0
+    assert gpu.main(["--device", "cpu", "--parts", "decode,train", "--config", str(DEMO), *SMALL]) == 0
     found = last_line(capsys)["parts"]
     assert found["decode"]["depth 3"]["tau"] == 1
     assert found["train"]["loss"] > 0
@@ -71,3 +76,47 @@ def test_a_machine_without_a_gpu_is_named(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         importlib.import_module("gpu").main([])
     assert "torch detects no GPU; expected one." in capsys.readouterr().err
+
+
+def test_launches_of_rounds_and_of_a_step_stay_below_their_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("count").main(["--config", str(DEMO), "--train-tokens", "2048"])
+    found = last_line(capsys)
+    launches = {name: found[name]["launches"] for name in CEILINGS}
+    assert all(launches[name] <= ceiling for name, ceiling in CEILINGS.items()), launches
+    for row in (found[name] for name in CEILINGS):
+        assert sum(part["launches"] for part in row["by_module"].values()) == row["launches"]
+    # One product of the trunk's states with the output matrix, and two of each depth's: logits and their gradient.
+    products = 2 * 2048 * 2048 * 128 * (1 + 2 * 3)
+    assert found["step"]["by_module"]["loss"]["teraflop"] == pytest.approx(products / 1e12, rel=1e-3)
+    assert found["round_3_drafts"]["by_module"]["drafting: lm_head"]["launches"] == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "launches", "nbytes", "flop"),
+    [
+        # Input, weight and output.
+        (nn.Linear(8, 4, bias=False), 1, 2 * (2 * 8 + 4 * 8 + 2 * 4), 2 * 2 * 8 * 4),
+        # To fp32, pow, mean, plus eps, rsqrt, times it; the weight to fp32, plus 1; times it, to bf16.
+        (Qwen3_5RMSNorm(8), 10, 96 + 128 + 72 + 16 + 16 + 136 + 48 + 64 + 160 + 96, 0),
+    ],
+    ids=["linear", "norm"],
+)
+def test_a_layer_counts_what_it_launches_and_moves(module: nn.Module, launches: int, nbytes: int, flop: int) -> None:
+    counting = importlib.import_module("count").Counting(nn.Identity())
+    given = torch.empty(2, 8, device="meta", dtype=torch.bfloat16)
+    module.to("meta", torch.bfloat16)
+    with counting.active(), torch.no_grad():
+        module(given)
+    (part,) = counting.parts.values()
+    assert part == {"launches": launches, "nbytes": nbytes, "flop": flop}
+    assert counting.products == (part if flop else {})
+
+
+@pytest.mark.parametrize(("change", "launches"), [(lambda state: state * 2, 1), (lambda state: state.mT.mT, 0)])
+def test_an_operation_more_is_a_launch_more(change: Callable[[Tensor], Tensor], launches: int) -> None:
+    count, gpu = importlib.import_module("count"), importlib.import_module("gpu")
+    model = gpu.random_model(str(DEMO), count.META, count.DTYPE)
+    before = count.count_round(model, 0).row()
+    model.trunk.decoder.norm.register_forward_hook(lambda _norm, _inputs, state: change(state))
+    after = count.count_round(model, 0).row()
+    assert after["launches"] - before["launches"] == launches
