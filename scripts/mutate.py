@@ -271,16 +271,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=48)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--run", action="store_true", help="run tests for each mutation")
-    parser.add_argument("--coverage", type=Path, metavar="FILE", help="data of coverage with contexts")
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--coverage", type=Path)
     options = parser.parse_args()
     records = []
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(shutil.copytree(REPOSITORY, Path(directory) / "tree", ignore=NOT_COPIED))
         for mutation in draw(options.count, options.seed):
             found, test = verdict(tree, mutation, options.coverage) if options.run else ("not run", None)
-            print(f"{mutation.path}:{mutation.line}: {mutation.before.strip()}  ->  {mutation.after.strip()}")
-            print(f"    {found} {test or ''}", flush=True)
+            change = f"{mutation.before.strip()}  ->  {mutation.after.strip()}"
+            print(f"{mutation.path}:{mutation.line}: {change}: {found} {test}")
             records.append({**mutation._asdict(), "verdict": found, "test": test})
     print(json.dumps(records))
 
