@@ -83,7 +83,8 @@ done'
 engine='vllm serve "$2" --port 8199 --max-model-len 4096 --gpu-memory-utilization 0.4 --speculative-config \
     "{\"method\": \"eagle3\", \"model\": \"$3/eagle3/export\", \"num_speculative_tokens\": 3}" >&2 & trap "kill $!" EXIT
 until curl -sf http://localhost:8199/health > /dev/null; do sleep 1; done
-"$1" -m mtp_train evaluate "$3/eagle3" --endpoint http://localhost:8199/v1 --prompts-per-task 2 --json --out "$3/served"'
+"$1" -m mtp_train evaluate "$3/eagle3" --endpoint http://localhost:8199/v1 --prompts-per-task 2 --out "$3/served" \
+    --json'
 
 # Set `command` to that of a part, or `skipped` to the reason why it cannot run here.
 plan() {

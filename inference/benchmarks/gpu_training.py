@@ -43,7 +43,7 @@ def patches(trunk: Trunk) -> dict[str, list[AbstractContextManager[object]]]:
     module = sys.modules[type(trunk.decoder).__module__]
     kernels = {name: one for name, one in vars(module).items() if isinstance(one, ByTensor)}
     in_torch = [patch.object(module, name, ByTensor(one.kernel, one.plain, ())) for name, one in kernels.items()]
-    found: dict[str, list[AbstractContextManager[object]]] = {"recurrent layers in torch": in_torch} if in_torch else {}
+    found = {"recurrent layers in torch": in_torch} if in_torch else {}
     for rows in CHUNK_ROWS:
         # Of the loss, and of the plan of its memory.
         found[f"chunks of {rows} rows"] = [
@@ -78,7 +78,7 @@ class Steps:
         draw = torch.Generator().manual_seed(0)
         self.documents = []
         for number, length in enumerate(
-            torch.randint(seq_len // 16 + 4, seq_len, (4 * rows,), generator=draw).tolist()
+            torch.randint(seq_len // 16 + 4, seq_len // 2, (16 * rows,), generator=draw).tolist()
         ):
             drawn = torch.randint(len(trunk.lm_head_VD), (length,), generator=draw).tolist()
             self.documents.append(Document(drawn, [True] * length, str(number), str(number)))
@@ -87,7 +87,7 @@ class Steps:
 
     def timed(self, cache: HiddenCache | None = None) -> Row:
         """Return the median time of a step, and the peak memory beside what ``mtp-train check`` plans."""
-        ended: list[float] = []
+        ended = []
 
         def on_step(done: int) -> None:
             ended.append(time.perf_counter())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
 import mtp_train
+from mtp_train.trunk import recurrent_kernels
 from tiny import tiny_trunk
 
 SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-len", "16")
@@ -81,6 +84,19 @@ def test_a_profile_counts_kernels_and_the_gaps_between_them() -> None:
     found = importlib.import_module("gpu_kernels").kernel_times([caller, *events], torch.device("cpu"), rounds=2)
     assert (found["launches"], found["span_ms_while_profiled"], found["gaps_ms"]) == (1.5, 0.05, 0.015)
     assert found["kernels"] == [["a", 1.0, 0.02], ["b", 0.5, 0.02]]
+
+
+def test_a_step_can_run_recurrent_layers_in_torch_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    module = sys.modules[type(trunk.decoder).__module__]
+    chosen = recurrent_kernels.ByTensor(lambda _first: "kernel", lambda _first: "torch", None)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", chosen)
+    monkeypatch.setattr(recurrent_kernels, "KERNEL_DEVICES", ("cpu",))
+    found = []
+    for change in (nullcontext(), *importlib.import_module("gpu_training").patches(trunk)["recurrent layers in torch"]):
+        with change:
+            found.append(module.torch_chunk_gated_delta_rule(torch.zeros(1)))
+    assert found == ["kernel", "torch"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
