@@ -123,15 +123,15 @@ def kernel_times(events: Iterable[Any], device: torch.device, rounds: int) -> Ro
 
 def streamed(decoder: SpeculativeDecoder, requests: list[Request], device: torch.device) -> Row:
     """Return the time of prefill and the median time of a round of texts that are decoded together."""
-    times, results = [], []
+    times = [now(device)]
     for chunk in decoder.stream(requests):
-        if chunk.index == 0:
+        # The last text's first chunk follows the prefill of all.
+        if chunk.index == len(requests) - 1:
             times.append(now(device))
-        results += [chunk.result] if chunk.result else []
     # The capture of graphs takes a few of the intervals.
-    intervals = [second - first for first, second in pairwise(times)]
+    prefill, *rounds = (second - first for first, second in pairwise(times))
     return {
-        "prefill_seconds": round(max(one.seconds_prefill for one in results), 3),
-        "round_ms": round(1e3 * median(intervals), 3),
+        "prefill_seconds": round(prefill, 3),
+        "round_ms": round(1e3 * median(rounds), 3),
         "peak_bytes": peak_bytes(device),
     }
