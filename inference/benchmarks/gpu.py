@@ -4,43 +4,45 @@
     python inference/benchmarks/gpu.py                    # the demo
     python inference/benchmarks/gpu.py --model CKPT       # a checkpoint with a head, in bf16
     python inference/benchmarks/gpu.py --parts decode,train --config config.json    # random weights of that shape
-    python inference/benchmarks/gpu.py --parts rounds,decode
 
-Parts: ``imports`` imports every module. ``rounds`` compares captured with eager rounds. ``decode`` times depths 0 and 3
-at batch 1. ``train`` times one step of head training. ``demo`` runs the demo's recipe. A part that fails does not end
-the others. The last line of the output is one JSON document; the exit status is 1 if a part failed.
+Parts: ``decode`` times depths 0 and 3 at batch 1. ``train`` times one step of head training on a document a row.
+``published`` repeats these two three times. ``machine``: versions, launches, copies, products. ``profile``: the kernels
+of rounds and the gaps between them. ``contexts``: context, batch and depth. ``step``: the step of a run, its changes,
+memory beside the plan, and the hidden cache. ``offload``: layers in main memory.
+
+A part or a cell that fails does not end the others. Every line of the output is one JSON document with all results so
+far; the exit status is 1 if anything failed. ``scripts/measure_gpu.sh`` runs each part in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import json
-import pkgutil
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from cpu import Row, machine, now, prompts_of, training_step
+from cpu import Row, machine, prompts_of, training_step
+from gpu_kernels import machine as machine_cells
+from gpu_kernels import peak_bytes, profiled, streamed
+from gpu_training import Steps, offloaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import mtp_inference
-import mtp_train
-from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, fault_of
+from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
+from mtp_train.checkpoints.demo import resolve
 from mtp_train.families.registry import family_for
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 
 DEPTHS = (0, 3)
-SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=1)
 
 
 def random_model(config: str, device: torch.device, dtype: torch.dtype) -> SpeculativeDecoder:
@@ -75,7 +77,7 @@ def bytes_read(trunk: Trunk) -> int | None:
 
 
 class Bench:
-    """The parts.
+    """A part, with the model that it loads.
 
     Args:
         options: The options of the command line.
@@ -84,86 +86,28 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = torch.device(options.device)
-        self._loaded: dict[torch.dtype, SpeculativeDecoder] = {}
 
-    def loaded(self, dtype: torch.dtype) -> SpeculativeDecoder:
-        """Return the model with its head, loaded once for each dtype."""
-        if dtype not in self._loaded and self.options.config:
-            self._loaded[dtype] = random_model(self.options.config, self.device, dtype)
-        if dtype not in self._loaded:
-            self._loaded[dtype] = SpeculativeDecoder.from_pretrained(
-                self.options.model, depth=max(DEPTHS), device=self.device, dtype=dtype
-            )
-        return self._loaded[dtype]
+    @cached_property
+    def model(self) -> SpeculativeDecoder:
+        """The model with its head, in bf16."""
+        if self.options.config:
+            return random_model(self.options.config, self.device, torch.bfloat16)
+        return SpeculativeDecoder.from_pretrained(
+            self.options.model, depth=max(DEPTHS), device=self.device, dtype=torch.bfloat16
+        )
 
     def prompts(self, count: int) -> list[list[int]]:
         """Return prompts of 32 tokens, random ones for random weights."""
         if self.options.config:
-            vocab_size = len(self.loaded(torch.bfloat16).trunk.lm_head_VD)
+            vocab_size = len(self.model.trunk.lm_head_VD)
             return torch.randint(vocab_size, (count, 32), generator=torch.Generator().manual_seed(0)).tolist()
         suite = "demo" if self.options.model.startswith("demo:") else "builtin"
-        return prompts_of(self.loaded(torch.bfloat16).tokenizer, suite, 32, count)[:count]
-
-    def imports(self) -> Row:
-        """Import every module of both packages."""
-        found = [
-            importlib.import_module(module.name).__name__
-            for package in (mtp_train, mtp_inference)
-            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-            if not module.name.endswith("__main__")
-        ]
-        return {"modules": len(found)}
-
-    def rounds(self) -> Row:
-        """Compare texts of captured and of eager rounds, greedy and sampled, at every depth.
-
-        Raises:
-            RuntimeError: A text differs by more than rounding, or no round was captured.
-        """
-        found: Row = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            model = self.loaded(dtype)
-            for depth in DEPTHS:
-                requests = [
-                    Request(prompt_ids=ids[row:], max_new_tokens=self.options.new_tokens, sampling=sampling)
-                    for row, ids in enumerate(self.prompts(3))
-                    for sampling in (Sampling(), SAMPLED)
-                ]
-                captured, eager = (
-                    SpeculativeDecoder(
-                        model.trunk,
-                        model.drafting if depth else None,
-                        depth,
-                        (),
-                        max_batch=4,
-                        captures=captures,
-                        records=True,
-                    )
-                    for captures in (True, False)
-                )
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    results = captured.generate(requests), eager.generate(requests)
-                failures = [str(one.message) for one in caught if "cannot be captured" in str(one.message)]
-                if failures or (captured.captured_rounds == 0 and self.device.type == "cuda"):
-                    raise RuntimeError(f"depth {depth}, {dtype}: {failures or 'no graph'}; expected captured rounds")
-                same = sum(one.token_ids == other.token_ids for one, other in zip(*results, strict=True))
-                if fault := fault_of(compare(*results, model.trunk)):
-                    raise RuntimeError(f"depth {depth}, {dtype}: {fault}; expected the eager texts")
-                found[f"{dtype}, depth {depth}"] = {
-                    "same": same,
-                    "texts": len(requests),
-                    "graphs": captured.captured_rounds,
-                }
-        return found
+        return prompts_of(self.model.tokenizer, suite, 32, count)[:count]
 
     def decode(self) -> Row:
         """Time decoding of one text at every depth, in bf16, in turns."""
-        model, found = self.loaded(torch.bfloat16), {}
-        decoders = {
-            depth: SpeculativeDecoder(model.trunk, model.drafting if depth else None, depth, (), max_batch=1)
-            for depth in DEPTHS
-        }
+        model, found = self.model, {}
+        decoders = {depth: self.decoder(depth, 1) for depth in DEPTHS}
         results: dict[int, list[Any]] = {depth: [] for depth in DEPTHS}
         for repeat, ids in enumerate(self.prompts(self.options.repeats + 1)):
             for depth, decoder in decoders.items():
@@ -183,49 +127,83 @@ class Bench:
         return found
 
     def train(self) -> Row:
-        """Time one step of head training, in bf16.
-
-        Raises:
-            RuntimeError: The checkpoint's drafter is not a head.
-        """
-        model = self.loaded(torch.bfloat16)
-        if not isinstance(model.drafting, HeadDrafting):
-            raise RuntimeError("--model: a drafter that is not a head; expected a checkpoint with an MTP head")
+        """Time one step of head training, in bf16."""
+        model = self.model
         sizes = {"tokens": self.options.train_tokens, "seq_len": self.options.seq_len}
         found = training_step(
             model.trunk, model.drafting, torch.bfloat16, **sizes, depth=max(DEPTHS), repeats=self.options.repeats
         )
         # The step leaves the head in fp32.
-        self._loaded.clear()
-        memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-        return {**found, "peak_bytes": memory}
+        del self.model
+        return {**found, "peak_bytes": peak_bytes(self.device)}
 
-    def demo(self) -> Row:
-        """Run the demo's recipe to its end.
+    def published(self) -> Row:
+        """Return cells that repeat ``decode`` and ``train`` three times."""
+        return {f"{name} {number}": getattr(self, name) for number in (1, 2, 3) for name in ("decode", "train")}
 
-        Raises:
-            RuntimeError: The run failed.
-        """
-        with tempfile.TemporaryDirectory() as directory:
-            run = Path(directory) / "run"
-            words = [sys.executable, "-m", "mtp_train", "run", "retrain_head", f"run_dir={run}", *self.options.fields]
-            started = time.perf_counter()
-            done = subprocess.run(words, stdout=sys.stderr, check=False)
-            outcome = json.loads((run / "outcome.json").read_text()) if (run / "outcome.json").is_file() else {}
-            if done.returncode not in (0, 3):
-                raise RuntimeError(f"exit status {done.returncode}, {outcome}; expected 0, or 3 of the gate")
-            arms = json.loads((run / "report.json").read_text())["arms"]
-            taus = {name: arm["tau"] for name, arm in arms.items()}
-            return {"seconds": round(time.perf_counter() - started, 1), "outcome": outcome, "tau": taus}
+    def machine(self) -> Row:
+        """Return versions, and cells of what the device can do at best, with products of the model's shape."""
+        path = self.options.config or resolve(self.options.model)
+        text = AutoConfig.from_pretrained(path).get_text_config()
+        return machine_cells(self.device, text.hidden_size, text.vocab_size)
+
+    def decoder(self, depth: int, max_batch: int) -> SpeculativeDecoder:
+        """Return a decoder of the model at a depth, which ends no text early."""
+        drafting = self.model.drafting if depth else None
+        return SpeculativeDecoder(self.model.trunk, drafting, depth, (), max_batch=max_batch)
+
+    def profile(self) -> Row:
+        """Return a cell for the kernels of each depth's rounds."""
+        request = Request(prompt_ids=self.prompts(1)[0], max_new_tokens=min(self.options.new_tokens, 32))
+        return {f"depth {one}": partial(profiled, self.decoder(one, 1), request, self.device) for one in DEPTHS}
+
+    def contexts(self) -> Row:
+        """Return a cell for each context, batch and depth; the rows of a batch repeat one prompt."""
+        (ids,) = self.prompts(1)
+
+        def cell(context: int, batch: int, depth: int) -> Row:
+            row = (ids * (context // len(ids) + 1))[:context]
+            requests = [Request(prompt_ids=row, max_new_tokens=self.options.new_tokens)] * batch
+            return streamed(self.decoder(depth, batch), requests, self.device)
+
+        sizes = product(self.options.contexts, self.options.batches, DEPTHS)
+        return {"context {}, batch {}, depth {}".format(*one): partial(cell, *one) for one in sizes}
+
+    def step(self) -> Row:
+        """Return cells for the step of a run, for each change of it, and for the hidden cache."""
+        model, self.work = self.model, tempfile.TemporaryDirectory()
+        sizes = {"tokens": self.options.train_tokens, "seq_len": self.options.seq_len, "repeats": self.options.repeats}
+        return Steps(model.trunk, model.drafting, **sizes, depth=max(DEPTHS)).cells(Path(self.work.name))
+
+    def offload(self) -> Row:
+        """Time a forward pass whose layers are loaded from main memory."""
+        return offloaded(self.model.trunk, self.device, self.options.seq_len)
 
 
 PARTS: dict[str, Callable[[Bench], Row]] = {
-    "imports": Bench.imports,
-    "rounds": Bench.rounds,
     "decode": Bench.decode,
     "train": Bench.train,
-    "demo": Bench.demo,
+    "published": Bench.published,
+    "machine": Bench.machine,
+    "profile": Bench.profile,
+    "contexts": Bench.contexts,
+    "step": Bench.step,
+    "offload": Bench.offload,
 }
+
+
+def attempt(call: Callable[[], Row]) -> Row:
+    """Return the row of a part or a cell, or its error: whatever a device makes of one, the others still run."""
+    # Optimisers and decoders of earlier cells are garbage in cycles, which would count as peak memory.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return call()
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,32 +211,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo:base", help="checkpoint with a head; default: demo:base")
     parser.add_argument("--config", help="config.json of a model with a head: random weights of its shape, in bf16")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"default: {','.join(PARTS)}")
+    parser.add_argument("--parts", default="decode,train", help=f"of {', '.join(PARTS)}; default: decode,train")
     parser.add_argument("--device", default="cuda", help="default: cuda; cpu tries the parts without a GPU")
     for name, default in (("new-tokens", 128), ("repeats", 5), ("train-tokens", 8192), ("seq-len", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="fields of the demo's recipe")
+    for name, sizes in (("contexts", [1024, 32768]), ("batches", [1, 8, 32])):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=sizes, help=f"default: {sizes}")
     options = parser.parse_args(argv)
     if unknown := set(options.parts.split(",")) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch detects no GPU; expected one. Run on a machine with a GPU and a torch built for it.")
-    bench, found, failed = Bench(options), {}, False
     settings = {**vars(options), **machine()}
     if options.device == "cuda":
         settings |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "hip": torch.version.hip}
-    print(settings, flush=True)
+    found: dict[str, Row] = {}
     for part in options.parts.split(","):
-        started = now(bench.device)
-        try:
-            found[part] = PARTS[part](bench)
-        # Whatever a device makes of a part, the others still run.
-        except Exception as error:
-            traceback.print_exc()
-            found[part], failed = {"failed": f"{type(error).__name__}: {error}"}, True
-        print(part, found[part], f"{now(bench.device) - started:.1f} s", flush=True)
-    print(json.dumps({"settings": settings, "parts": found}))
-    return int(failed)
+        cells = found[part] = attempt(partial(PARTS[part], Bench(options)))
+        # Printed after each cell: what was measured before a time limit is in the last line.
+        for name in list(cells) or [""]:
+            if callable(cells.get(name)):
+                cells[name] = attempt(cells[name])
+            print(json.dumps({"settings": settings, "parts": found}, default=lambda _: "not reached"), flush=True)
+    return int('"failed": ' in json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
+from mtp_train.trunk.recurrent_kernels import missing_kernels
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
@@ -224,6 +225,8 @@ class CheckResult(Shown):
     """The engines among these that wire the head otherwise than it is trained; None if none does."""
     kinds: Mapping[str, tuple[str, ...]]
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
+    kernels: str | None
+    """A sentence on a package of kernels that the device would use and that is not installed here."""
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -256,6 +259,7 @@ class CheckResult(Shown):
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
+            "kernels": self.kernels,
             "data": self.data,
             "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
@@ -293,6 +297,8 @@ class CheckResult(Shown):
                 f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
                 f"passes: at most {share:.0%} of the tokens above",
             )
+        if self.kernels is not None:
+            yield "kernels", self.kernels
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
@@ -438,6 +444,7 @@ def _checked(
         serves=serves,
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
+        kernels=missing_kernels(family.trunk.recurrent, machine.kind),
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine)),

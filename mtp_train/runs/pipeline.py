@@ -44,6 +44,7 @@ from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.progress import is_main_process, progress_on
+from mtp_train.trunk.recurrent_kernels import missing_kernels
 
 
 def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult:
@@ -108,6 +109,9 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
             precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
             console.print(f"training in {precision}: {reason}", highlight=False)
+            missing = missing_kernels(run.inputs.finetune.family.trunk.recurrent, accelerator.device.type)
+            if missing is not None:
+                console.print(missing, highlight=False)
             outcome = run_stages(run, console, [choice.field for choice in choices])
             if run.is_main:
                 directory.write_outcome(outcome)

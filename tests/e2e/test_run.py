@@ -27,7 +27,7 @@ from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs import run as run_module
-from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from runs import LEARNS, copy_run, tiny_recipe, tree
 
 Capture = pytest.CaptureFixture[str]
@@ -173,6 +173,15 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
         assert UNJUDGED_SENTENCE in (run_dir / page).read_text()
     assert main(["export", str(run_dir), "--out", str(tmp_path / "again")]) == 0
     assert pipeline.run(recipe) == found
+
+
+def test_a_run_names_missing_kernels_before_it_loads_anything(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(pipeline, "missing_kernels", lambda recurrent, kind: f"{recurrent.rule} on {kind} is slow")
+    monkeypatch.setattr(pipeline, "run_stages", lambda *_: Outcome(0, "passed", "", DONE))
+    pipeline.run(tiny_recipe(pristine, tmp_path / "run"), console=Console())
+    assert "gated_delta on cpu is slow" in capsys.readouterr().out.splitlines()
 
 
 ANY_VERDICT = contextlib.suppress(GateRefusedError)

@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
+from mtp_train.runs import check as check_module
 from mtp_train.train import machine
 from mtp_train.train.machine import device_named
 
@@ -120,6 +121,17 @@ def test_the_plan_has_the_cost_of_selecting_the_best_step(recipe: dict[str, Any]
     assert told not in str(planned(recipe, 1))
     recipe = {**recipe, "train": {**recipe["train"], "select": {"every_steps": 100}}}
     assert told in str(planned(recipe, 1))
+
+
+def test_a_plan_for_a_gpu_names_kernels_that_are_missing(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_module, "missing_kernels", lambda rule, kind: f"{rule.rule} on {kind}")
+    found = planned(recipe, 1)
+    assert found.to_json()["kernels"] == "gated_delta on cuda"
+    assert "\nkernels: gated_delta on cuda\n" in str(found)
+    monkeypatch.setattr(check_module, "missing_kernels", lambda *_: None)
+    assert "\nkernels: " not in str(planned(recipe, 1))
 
 
 def test_a_gpu_of_the_table_gives_the_plan_that_the_gpu_itself_gives(monkeypatch: pytest.MonkeyPatch) -> None:

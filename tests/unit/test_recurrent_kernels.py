@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mtp_train.families.spec import RecurrentKernels
 from mtp_train.trunk import recurrent_kernels
-from mtp_train.trunk.recurrent_kernels import choose_kernels
+from mtp_train.trunk.recurrent_kernels import choose_kernels, missing_kernels
 from mtp_train.upstream.transformers_private import torch_function_of
 
 NAMES = RecurrentKernels(chunked="chunked", single="single", rule="gated_delta")
@@ -90,6 +90,25 @@ def test_an_fla_without_grouped_heads_is_not_used_and_named(
     told = run(model, FP32_ON_META.bfloat16())
     assert (told["chunked"], told["single"]) == ("torch", "kernel")
     assert "flash-linear-attention 0.4.2: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "device", "installed", "is_named"),
+    [
+        ("gated_delta", "cuda", "", True),
+        ("gated_delta", "cuda", "fla", False),
+        ("gated_delta", "cpu", "", False),
+        ("mamba2", "cuda", "", False),
+        (None, "cuda", "", False),
+    ],
+)
+def test_a_missing_fla_is_named_where_its_kernels_would_run(
+    rule: Any, device: str, installed: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == installed else None)
+    found = missing_kernels(rule and RecurrentKernels(chunked="", single="", rule=rule), device)
+    assert (found is not None) == is_named
+    assert found is None or "pip install flash-linear-attention" in found
 
 
 def test_the_torch_function_is_found_where_the_package_kernels_wraps_it() -> None:
