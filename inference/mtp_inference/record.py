@@ -72,26 +72,26 @@ def _of_drafts(p_BTV: Tensor, drafts: Drafts) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Best:
+class Contenders:
     """The largest logits of some positions, largest first."""
 
     ids_PN: NDArray[np.int64]
     values_PN: FloatArray
 
     @classmethod
-    def of(cls, logits_PV: Tensor) -> Best:
+    def of(cls, logits_PV: Tensor) -> Contenders:
         best = logits_PV.topk(BEST, dim=-1)
         return cls(best.indices.cpu().numpy(), best.values.float().cpu().numpy())
 
     @classmethod
-    def joined(cls, parts: Sequence[Best]) -> Best:
+    def joined(cls, parts: Sequence[Contenders]) -> Contenders:
         return cls(np.concatenate([one.ids_PN for one in parts]), np.concatenate([one.values_PN for one in parts]))
 
     def __len__(self) -> int:
         return len(self.ids_PN)
 
-    def part(self, start: int, stop: int | None = None) -> Best:
-        return Best(self.ids_PN[start:stop], self.values_PN[start:stop])
+    def part(self, start: int, stop: int | None = None) -> Contenders:
+        return Contenders(self.ids_PN[start:stop], self.values_PN[start:stop])
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class RoundRecord:
         return min(BEST, (self.decided_TW.shape[1] - 1) // 2)
 
     @property
-    def best(self) -> Best:
+    def best(self) -> Contenders:
         """The contenders of each row."""
         ids_TN, values_TN = np.split(self.decided_TW[:, 1 : 1 + 2 * self.num_best], 2, axis=1)
-        return Best(ids_TN.astype(np.int64), values_TN)
+        return Contenders(ids_TN.astype(np.int64), values_TN)
 
     @property
     def draws(self) -> FloatArray:
@@ -150,6 +150,6 @@ class TextRecord:
         is_sampled = self.sampling.temperature > 0.0
         return is_sampled and any((one.draws[:, Q_OF_DRAFT] > 0.0).any() for one in self.rounds)
 
-    def best(self, num_tokens: int) -> Best:
+    def best(self, num_tokens: int) -> Contenders:
         """Return the contenders for the first new tokens."""
-        return Best.joined([one.best.part(0, one.num_kept) for one in self.rounds]).part(0, num_tokens)
+        return Contenders.joined([one.best.part(0, one.num_kept) for one in self.rounds]).part(0, num_tokens)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtp_inference.record import Best, FloatArray, TextRecord
+from mtp_inference.record import Contenders, FloatArray, TextRecord
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, draw, probabilities, uniform
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import HALF_DTYPES
@@ -47,7 +47,7 @@ IntArray = NDArray[np.int64]
 class Forward(NamedTuple):
     """A forward over a text, at its first new tokens."""
 
-    best: Best
+    best: Contenders
     choices_P: IntArray
     """The tokens that its logits give, with the random numbers of the text."""
 
@@ -62,7 +62,7 @@ def forward(trunk: Trunk, text: Text, *, in_fp32: bool) -> Forward:
         logits_PV = trunk.logits(hidden_TD[len(record.prompt_ids) - 1 :]).float()
     # The forward has a logit more where the text has ended before.
     logits_PV = logits_PV[: len(tokens)]
-    return Forward(Best.of(logits_PV), _choices(logits_PV, record).cpu().numpy())
+    return Forward(Contenders.of(logits_PV), _choices(logits_PV, record).cpu().numpy())
 
 
 def _choices(logits_PV: Tensor, record: TextRecord) -> Tensor:
@@ -73,7 +73,7 @@ def _choices(logits_PV: Tensor, record: TextRecord) -> Tensor:
     return draw(probabilities(logits_PV[None], rows), uniform(rows.seed_B, position_1P, TOKEN))[0]
 
 
-def distances(best: Best, other: Best) -> FloatArray:
+def distances(best: Contenders, other: Contenders) -> FloatArray:
     """Return the largest difference of a logit at each position, (P,), over the contenders of both.
 
     The logit of a contender that the other side does not list is at most the smallest that it lists.
@@ -82,7 +82,7 @@ def distances(best: Best, other: Best) -> FloatArray:
     return np.maximum(_one_way(best, other, is_same_PNN), _one_way(other, best, is_same_PNN.swapaxes(1, 2)))
 
 
-def _one_way(best: Best, other: Best, is_same_PNN: NDArray[np.bool_]) -> FloatArray:
+def _one_way(best: Contenders, other: Contenders, is_same_PNN: NDArray[np.bool_]) -> FloatArray:
     listed_PN = np.take_along_axis(other.values_PN, is_same_PNN.argmax(-1), axis=1)
     bound_PN = np.minimum(best.values_PN, other.values_PN[:, -1:])
     # Equal infinities, of tokens that the model excludes, have no difference.

@@ -30,7 +30,7 @@ from mtp_inference import (
     fault_of,
 )
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.record import Best, RoundRecord, TextRecord
+from mtp_inference.record import Contenders, RoundRecord, TextRecord
 from mtp_inference.rounding import distances
 from mtp_inference.rule import first_broken
 from mtp_inference.sampling.chooser import DraftSampling
@@ -258,8 +258,10 @@ def test_a_round_that_commits_too_few_tokens_is_broken_though_the_text_is_right(
 
 
 def test_distances_are_of_the_contenders_of_both_sides() -> None:
-    own = Best(np.array([[5, 6], [5, 6], [1, 2]]), np.array([[3.0, 2.0], [3.0, 2.5], [4.0, -np.inf]], np.float32))
-    other = Best(np.array([[6, 5], [5, 7], [1, 2]]), np.array([[2.5, 2.25], [3.0, 2.0], [4.5, -np.inf]], np.float32))
+    own = Contenders(np.array([[5, 6], [5, 6], [1, 2]]), np.array([[3.0, 2.0], [3.0, 2.5], [4.0, -np.inf]], np.float32))
+    other = Contenders(
+        np.array([[6, 5], [5, 7], [1, 2]]), np.array([[2.5, 2.25], [3.0, 2.0], [4.5, -np.inf]], np.float32)
+    )
     # In the second row the other's logit of 6 is at most 2.0, and that of 7 here at most 2.5.
     assert distances(own, other).tolist() == distances(other, own).tolist() == [0.75, 0.5, 0.5]
 
