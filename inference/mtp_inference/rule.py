@@ -89,7 +89,8 @@ def _drafts(one: RoundRecord) -> list[int]:
 
 def _largest(one: RoundRecord, row: int) -> int:
     """Return the token with the largest logit, the first of the vocabulary if several have it."""
-    ids_N, values_N = one.best.ids_PN[row], one.best.values_PN[row]
+    best = one.best
+    ids_N, values_N = best.ids_PN[row], best.values_PN[row]
     ties = ids_N[values_N == values_N[0]]
     # If all that were recorded tie, others may too.
     return one.tokens[row] if len(ties) == len(ids_N) and one.tokens[row] in ties else int(ties.min())
