@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
@@ -23,8 +23,13 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
     TORCH_DTYPES,
     Checkpoint,
+    TensorInfo,
     all_finite,
     bounded,
     read_json,
@@ -40,6 +45,11 @@ from mtp_train.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+# What trainers save beside an adapter to go on from; and the adapter again, which peft reads only without safetensors.
+_STATE = re.compile(
+    r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|recipe_state)(?:_\d+)?\.\w+"
+    r"|adapter_model\.bin"
+)
 _TOKENIZER = (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
@@ -140,7 +150,8 @@ class Adapter:
     """Its directory, with the weights opened."""
     pairs: tuple[LowRank, ...]
     replacements: Mapping[str, str]
-    """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases)."""
+    """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases, and
+    the weights that a trainer saved in files of their own)."""
     keeps_tied: bool
     """Whether it was trained with embedding and lm_head tied to each other."""
 
@@ -196,8 +207,15 @@ def read_adapter(path: Path) -> Adapter:
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
     names = _parameter_names(stored, config, groups)
-    pairs = (_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
-    return Adapter(stored, tuple(pairs), replacements, bool(config.ensure_weight_tying))
+    pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
+    for name in replacements.keys() & {f"{pair.module}.{pair.parameter}" for pair in pairs}:
+        # peft saves an adapted embedding beside its adapter.
+        if (file := stored.tensors[replacements[name]].file) != ADAPTER_FILE:
+            raise CheckpointError(
+                f"{path / file}: replaces {name}, which {ADAPTER_FILE} adapts; expected one of the two, as the order "
+                "counts. Save the adapter again without one."
+            )
+    return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -212,11 +230,49 @@ def open_weights(path: Path) -> Checkpoint:
             f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
             f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
         )
-    stored = Checkpoint(path, config, None, scan_safetensors(file))
+    stored = Checkpoint(path, config, None, _scan_all(path))
     if not stored.tensors:
         raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
     require_finite_checkpoint(stored, Progress(disable=True))
     return stored
+
+
+def _scan_all(path: Path) -> dict[str, TensorInfo]:
+    """List the tensors of an adapter, and of the weights that a trainer saved whole beside it (norms, embeddings)."""
+    found = scan_safetensors(path / ADAPTER_FILE)
+    for file in sorted(path.iterdir()):
+        if file.suffix in PICKLE_SUFFIXES and not _STATE.fullmatch(file.name):
+            raise CheckpointError(
+                f"{file}: weights beside the adapter, in a pickle, which is not read; expected every trained weight in "
+                f"safetensors, where it is merged too. Convert it: {_convert_command(file)}"
+            )
+        if file.suffix == ".safetensors" and file.name != ADAPTER_FILE and file.name not in _of_model(path):
+            more = scan_safetensors(file)
+            if twice := more.keys() & found.keys():
+                raise CheckpointError(
+                    f"{file}: has {min(twice)}, like {found[min(twice)].file}; expected each weight of the adapter "
+                    "once. Keep one of the two files."
+                )
+            found |= more
+    return found
+
+
+def _convert_command(file: Path) -> str:
+    """Return the command that writes a pickle's tensors as safetensors, and moves it out of its directory."""
+    code = (
+        "import sys, torch; from safetensors.torch import save_file; "
+        "save_file({k: v.clone() for k, v in torch.load(sys.argv[1], weights_only=True).items()}, sys.argv[2])"
+    )
+    convert = shlex.join(["python", "-c", code, str(file), f"{file}.safetensors"])
+    return f"{convert} && {shlex.join(['mv', str(file), f'{file.parent.absolute()}-{file.name}'])}"
+
+
+def _of_model(path: Path) -> Set[str]:
+    """Return the weight files of a model in an adapter's directory, which its config declares."""
+    if not (path / CONFIG_FILE).is_file():
+        return frozenset()
+    listed = read_json(path / INDEX_FILE).get("weight_map") if (path / INDEX_FILE).is_file() else None
+    return {SINGLE_FILE, *(listed.values() if isinstance(listed, dict) else ())}
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
@@ -393,6 +449,8 @@ class _Plan:
         saved = tuple(adapter.stored.config.get("modules_to_save") or ())
         trained = [name for name in adapter.replacements if name.removesuffix(".weight").endswith(saved)]
         trained += [f"{pair.module}.weight" for pair in adapter.pairs]
+        whole = {name for name, key in adapter.replacements.items() if adapter.stored.tensors[key].file != ADAPTER_FILE}
+        trained += [name for name in whole if name.endswith(LM_HEAD)]
         ends = (self._embedding, self._lm_head)
         self._trains_ends = any(self.home(name) in ends or name.endswith(LM_HEAD) for name in trained)
 

@@ -30,6 +30,7 @@ from mtp_train.checkpoints.files import (
     SINGLE_FILE,
     WEIGHT_SUFFIXES,
     Checkpoint,
+    open_checkpoint,
     read_json,
     read_metadata,
     source_files,
@@ -47,6 +48,7 @@ from mtp_train.checkpoints.writing import (
     PendingTensor,
     full_disk_is_named,
     new_directory,
+    raw_bytes,
     sync_directory,
     write_json,
     write_safetensors,
@@ -76,6 +78,7 @@ def write_checkpoint(
     merge = merge or Merge()
     placed = _placed(source, layout, head, merge.tensors, set(os.listdir(source.path)))
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
+    changed |= {file for file, _ in source.superseded}
     documents = patched_documents(source, layout, head, merge.config_fields)
     index = placed.index(source) if source.index is not None or placed.additions else None
     if index != source.index:
@@ -99,6 +102,39 @@ def write_checkpoint(
                 copy_file(replacement, directory / name)
         for name, document in documents.items():
             write_json(directory / name, document)
+
+
+def compare_written(source: Checkpoint, layout: HeadLayout, out: Path, progress: Progress, *, merged: bool) -> str:
+    """Compare the trunk of a checkpoint that was written with its source's, byte for byte, and say what was found.
+
+    Args:
+        merged: Whether an adapter was merged into the trunk, which changes tensors.
+
+    Raises:
+        CheckpointError: The bytes of a tensor differ without an adapter.
+    """
+    written = open_checkpoint(out)
+    keys = [key for key in source.tensors if not layout.is_head_key(key)]
+    tracked = progress.track(keys, description=f"comparing {out.name}")
+    changed = [key for key in tracked if not _same_bytes(source, written, key)]
+    if changed and not merged:
+        raise CheckpointError(
+            f"{out}: {changed[0]} has other bytes than in {source.path}; expected a copy. Check the disk, and write it "
+            "again."
+        )
+    equal = "all bytes equal" if not changed else f"all bytes of {len(keys) - len(changed)} equal"
+    return f"{len(keys)} tensors, {equal}"
+
+
+def _same_bytes(source: Checkpoint, written: Checkpoint, key: str) -> bool:
+    ours, theirs = source.tensors[key], written.tensors.get(key)
+    if theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    # A hard link is the same file.
+    if os.path.samefile(source.path / ours.file, written.path / theirs.file):
+        return ours.start == theirs.start
+    blocks = zip(source.read_in_blocks(key), written.read_in_blocks(key), strict=True)
+    return all(raw_bytes(mine, ours.dtype) == raw_bytes(other, ours.dtype) for mine, other in blocks)
 
 
 def _shard_tensors(source: Checkpoint, file: str, placed: _Placed) -> list[PendingTensor]:

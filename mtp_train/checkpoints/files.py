@@ -108,6 +108,8 @@ class Checkpoint:
     index: Mapping[str, Any] | None
     """The parsed index, None for a single file."""
     tensors: Mapping[str, TensorInfo]
+    superseded: tuple[tuple[str, str], ...] = ()
+    """File and key of each stored copy of a tensor that the index names in another file, sorted."""
 
     @cached_property
     def family(self) -> Family:
@@ -167,6 +169,11 @@ class Checkpoint:
             (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
         )
         return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
+
+    @property
+    def misread_keys(self) -> tuple[str, ...]:
+        """Keys whose superseded copy loaders take: they read the shards in order, and the last copy counts."""
+        return tuple(key for file, key in self.superseded if file > self.tensors[key].file)
 
     @property
     def unlisted_keys(self) -> tuple[str, ...]:
@@ -332,7 +339,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / INDEX_FILE).is_file():
         index = read_json(path / INDEX_FILE)
         if not has_single or not _adds_nothing(path, index):
-            tensors = _scan_indexed(path, index)
+            tensors, superseded = _scan_indexed(path, index)
             files = {info.file for info in tensors.values()}
             if has_single and SINGLE_FILE not in files:
                 moved = shlex.join(["mv", str(path / SINGLE_FILE), f"{path.absolute()}-{SINGLE_FILE}"])
@@ -341,7 +348,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                     f"{INDEX_FILE}: transformers reads the first, vLLM and SGLang the second, llama.cpp's converter "
                     f"both; expected one. To keep those of the index: {moved}"
                 )
-            return Checkpoint(path, config, index, tensors)
+            return Checkpoint(path, config, index, tensors, superseded)
     if has_single:
         return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
@@ -455,7 +462,8 @@ def _refuse_other_weights(path: Path, config: RawConfig) -> None:
         )
 
 
-def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def _scan_indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], tuple[tuple[str, str], ...]]:
+    """Return the tensors of an index's shards, each as the index names it, and the copies that it does not name."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         found = f"weight_map is {weight_map!r:.40}" if "weight_map" in index else "has no weight_map"
@@ -473,17 +481,12 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
             f"{path / INDEX_FILE}: lists {absent[0]} in {named[absent[0]]}, which does not contain it ({len(absent)} "
             "such keys); expected index and shards of one save. Download both again."
         )
-    # Loaders read every tensor of a shard, listed in the index or not. Of several with one key, the last shard's
-    # counts.
+    # Loaders read every tensor of a shard, listed in the index or not.
     read = {key: info for infos in stored.values() for key, info in infos.items()}
-    twice = sorted(key for key, file in named.items() if read[key].file != file)
-    if twice:
-        raise CheckpointError(
-            f"{path / INDEX_FILE}: lists {twice[0]} in {named[twice[0]]}, but {read[twice[0]].file} contains another, "
-            f"which transformers loads ({len(twice)} such keys); expected index and shards of one save. Download both "
-            "again."
-        )
-    return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
+    unlisted = {key: info for key, info in read.items() if key not in named}
+    tensors = {key: stored[file][key] for key, file in named.items()} | unlisted
+    copies = ((file, key) for file, infos in stored.items() for key in infos if tensors[key].file != file)
+    return tensors, tuple(sorted(copies))
 
 
 def source_files(source: Checkpoint) -> list[Path]:
@@ -594,9 +597,14 @@ def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[in
 
 
 def left_out(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[str, ...]:
-    """Return the sentence of a result that names the weight files that were not copied; empty without such files."""
+    """Return the sentences of a result that name the weight files and the copies of tensors that were not copied."""
     files = ", ".join(unnamed_files(checkpoint, layout))
-    return (f"Left out, as no part of the checkpoint: {files}.",) if files else ()
+    notes = (f"Left out, as no part of the checkpoint: {files}.",) if files else ()
+    if not checkpoint.superseded:
+        return notes
+    file, key = checkpoint.superseded[0]
+    count = len(checkpoint.superseded)
+    return (*notes, f"Left out, as the index names another copy: {key} in {file} ({count} in all).")
 
 
 def all_finite(block: Tensor) -> bool:

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.export import compare_written
 from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
@@ -234,7 +235,11 @@ def _export(run: Run) -> str:
         artifact = load_artifact(run_dir / HEAD)
         write_export(inputs.finetune, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
     write_card(run_dir, out)
-    return " ".join([f" Exported to {out}.", *left_out(inputs.finetune, layout_of(inputs.finetune))])
+    if run.recipe.head.kind != "mtp":
+        return f" Exported to {out}."
+    trunk, layout = inputs.finetune, layout_of(inputs.finetune)
+    equal = compare_written(trunk, layout, out, run.progress, merged=inputs.adapter is not None)
+    return " ".join([f" Exported to {out} (trunk: {equal}).", *left_out(trunk, layout)])
 
 
 @dataclass(frozen=True)

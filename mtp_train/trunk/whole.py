@@ -41,11 +41,17 @@ class TrunkDiagnosis:
     """``key: found DTYPE, expected ..``."""
     untied: str | None = None
     """Key of an lm_head that differs from the embedding, while the config says that they are tied."""
+    misread_keys: tuple[str, ...] = ()
+    """Keys that the index names in one shard, while transformers loads the copy in a later one."""
 
     @property
     def problems(self) -> tuple[str, ...]:
         """One phrase for each kind of problem; empty for a complete trunk."""
         found = (
+            (
+                "trunk weights that transformers loads from a later shard than the index names",
+                self.misread_keys,
+            ),
             ("trunk weights missing", self.missing_keys),
             ("trunk shape mismatch", self.shape_errors),
             ("trunk dtype", self.dtype_errors),
@@ -128,19 +134,20 @@ def diagnose_trunk(
         for key in sorted(tensors)
         if quantised.lacks_scales(key, tensors)
     )
+    misread = tuple(key for key in checkpoint.misread_keys if key in tensors)
     plain = _plain_weights(tensors)
     # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
     with without_deepspeed():
         model = None if plain is None else _model_without_weights(checkpoint, family, trust_remote_code)
         if plain is None or model is None:
-            return TrunkDiagnosis(dtype_errors=dtype_errors)
+            return TrunkDiagnosis(dtype_errors=dtype_errors, misread_keys=misread)
         missing, misshapen = _match(checkpoint, family, model, plain)
     if quantised.quant_method(checkpoint.config) is None:
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
             for key in _whole_numbers(tensors, plain, model)
         )
-    return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint, layout))
+    return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint, layout), misread)
 
 
 def untie_command(path: Path) -> str:

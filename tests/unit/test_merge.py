@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +275,66 @@ def test_trained_biases_are_merged(tmp_path: Path) -> None:
     assert_only_trunk_moved(tmp_path / "out", tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
 
 
+def with_full_weights(adapter: Path, base: Path, file: str, *keys: str) -> dict[str, torch.Tensor]:
+    """Save tensors of a base, changed, in a file beside its adapter; return them under the base's keys."""
+    stored = all_tensors(base)
+    full = {key: stored[key] * 2 + 1 for key in keys}
+    save = save_file if file.endswith(".safetensors") else torch.save
+    save({f"base_model.model.{key}": value for key, value in full.items()}, adapter / file)
+    return full
+
+
+def test_full_weights_beside_an_adapter_are_merged_with_it(tmp_path: Path) -> None:
+    base, lora, keys = with_head(tmp_path), tmp_path / "lora", ("model.norm.weight", "model.embed_tokens.weight")
+    model = write_adapter(base, lora, target_modules=["q_proj"])
+    full = with_full_weights(lora, base, "non_lora_state_dict.safetensors", *keys)
+    # What a trainer resumes from, and peft's older copy, are no more weights.
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth", "training_args.bin"):
+        torch.save({}, lora / name)
+    torch.save({}, lora / "adapter_model.bin")
+    merge(base, lora, tmp_path / "out")
+    model.get_base_model().load_state_dict(full, strict=False)
+    assert_like_peft(tmp_path / "out", model)
+    assert_only_trunk_moved(tmp_path / "out", base, r"^model\.(.*q_proj|norm|embed_tokens)\.weight$")
+
+
+@pytest.mark.parametrize("file", ["non_lora_state_dict.bin", "non_lora_trainables.pt", "embeddings.pth"])
+def test_full_weights_in_a_pickle_are_named_with_a_conversion_that_works(
+    file: str, tmp_path: Path, capfd: Capture
+) -> None:
+    base, lora = with_head(tmp_path), tmp_path / "lora"
+    write_adapter(base, lora, target_modules=["q_proj"])
+    full = with_full_weights(lora, base, file, "model.norm.weight")
+    assert main(["merge", str(base), "--adapter", str(lora), "--out", str(tmp_path / "out")]) == 2
+    message = capfd.readouterr().err
+    assert message.startswith(f"mtp-train: {lora / file}: weights beside the adapter, in a pickle")
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = message.partition("Convert it: ")[2]
+    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": python})
+    merge(base, lora, tmp_path / "out")
+    assert same({key: all_tensors(tmp_path / "out")[key] for key in full}, full)
+
+
+def test_full_weights_are_refused_where_they_contradict_the_adapter_or_cannot_be_loaded(
+    tmp_path: Path, capfd: Capture
+) -> None:
+    base, lora = with_head(tmp_path), tmp_path / "lora"
+    write_adapter(base, lora, target_modules=["q_proj"])
+    adapted = "model.layers.3.self_attn.q_proj.weight"
+    with_full_weights(lora, base, "full.safetensors", adapted)
+    message = refusal(base, lora, tmp_path / "out", capfd)
+    assert f"{lora / 'full.safetensors'}: replaces {adapted}, which adapter_model.safetensors adapts" in message
+    with_full_weights(lora, base, "full.safetensors", "model.norm.weight")
+    shutil.copyfile(lora / "full.safetensors", lora / "again.safetensors")
+    assert "expected each weight of the adapter once" in refusal(base, lora, tmp_path / "out", capfd)
+    (lora / "again.safetensors").unlink()
+    # peft, which applies an unmerged adapter, loads the adapter's own file alone.
+    unmerged = ["generate", base, "--adapter", lora, "--prompt", "x"]
+    message = refusal_of(unmerged, capfd)
+    assert f"{lora / 'full.safetensors'}: weights beside the adapter, which peft does not load" in message
+    assert f"mtp-train merge {base} --adapter {lora}" in message
+
+
 def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> None:
     base = shard(with_head(tmp_path), 8)
     write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
@@ -280,7 +343,8 @@ def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> No
     touched = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
     for file in base.glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).samefile(file) == (file.name != touched)
-    assert report["content"] == f"1 tensors of {base} changed, in 1 of 8 files"
+    assert report["content"] == f"1 tensors of {base} adapted, in 1 of 8 files"
+    assert report["trunk"] == f"{len(all_tensors(base)) - 15} tensors, all bytes of {len(all_tensors(base)) - 16} equal"
 
 
 def test_the_head_is_kept_and_a_probe_proposed(tmp_path: Path, capfd: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from adapters import write_adapter
 from checkpoints import all_tensors, same, set_fields, shard
 from left_over import into_hub_cache
+from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
@@ -131,19 +133,42 @@ def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_two_shards_hold_is_refused_where_transformers_loads_the_other(base: Path) -> None:
-    key = "model.norm.weight"
-    holder = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
-    value = load_file(base / holder)[key]
-    for other in [name for name in SHARDS if name != holder]:
-        tensors = load_file(base / other)
-        save_file(tensors | {key: value + 1}, base / other, {"format": "pt"})
-        if other > holder:
-            with pytest.raises(CheckpointError, match=rf"lists {key} in {holder}, but {other} contains another"):
-                open_checkpoint(base)
-        else:
-            assert torch.equal(open_checkpoint(base).read(key), value)
-        save_file(tensors, base / other, {"format": "pt"})
+def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
+    """Add a changed copy of a tensor to another shard of an index that names the original, which is returned."""
+    value = all_tensors(path)[key]
+    save_file(load_file(path / to) | {key: value + 1}, path / to, {"format": "pt"})
+    return value
+
+
+def test_of_a_tensor_in_two_shards_the_index_decides(base: Path, pristine: Path, tmp_path: Path) -> None:
+    trunk, head = "model.norm.weight", "mtp.fc.weight"
+    weight_map = json.loads((base / INDEX_FILE).read_text())["weight_map"]
+    originals = all_tensors(base)
+    for number, (key, other) in enumerate(itertools.product((trunk, head), SHARDS)):
+        path, holder = Path(shutil.copytree(base, tmp_path / str(number))), weight_map[key]
+        if other == holder:
+            continue
+        copied_to(path, key, other)
+        named = f"{key} in {other}"
+        found = inspect(path)
+        assert found.superseded == (named,)
+        assert f"superseded by the index: {named}" in str(found)
+        assert torch.equal(open_checkpoint(path).read(key), originals[key])
+        if key == trunk and other > holder:
+            # Engines and transformers read the later copy.
+            assert (found.status, found.serves["vllm"][:3]) == ("damaged", "no:")
+            with pytest.raises(CheckpointError, match=f"transformers loads from a later shard than .*: {key}"):
+                export(path, path / "out")
+            continue
+        assert (found.status, found.serves["vllm"].startswith("no: reads a copy")) == ("healthy", other > holder)
+        assert found.cure == (f"mtp-train export {path} --out {path}-mtp" if other > holder else None)
+        written = export(path, path / "out")
+        assert written.notes == (f"Left out, as the index names another copy: {named} (1 in all).",)
+        assert same(all_tensors(path / "out"), originals)
+        assert inspect(path / "out").superseded == ()
+        grafted = graft(path, pristine / "base", path / "grafted")
+        assert written.notes[0] in grafted.notes
+        assert same(all_tensors(path / "grafted"), originals)
 
 
 @pytest.mark.parametrize("found", ["transformers_weights", "distributed save"])

@@ -85,6 +85,7 @@ def _weights_of(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Pro
     return {
         "non_finite_keys": tuple(find_non_finite(checkpoint, progress)),
         "unlisted_keys": checkpoint.unlisted_keys,
+        "superseded": tuple(f"{key} in {file}" for file, key in checkpoint.superseded),
         "unnamed_weights": unnamed_files(checkpoint, layout),
     }
 
@@ -130,6 +131,8 @@ class Inspection(Shown):
     unlisted_keys: tuple[str, ...] = ()
     """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
     converter refuses them."""
+    superseded: tuple[str, ...] = ()
+    """Stored copies of tensors that the index names in another file, as ``KEY in FILE``."""
     unnamed_weights: tuple[str, ...] = ()
     """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     problems: tuple[str, ...] = ()
@@ -177,6 +180,7 @@ class Inspection(Shown):
             "trunk dtype": trunk.dtype_errors,
             "NaN or infinite": self.non_finite_keys,
             "not in the index": self.unlisted_keys,
+            "superseded by the index": self.superseded,
             "no part of the checkpoint": self.unnamed_weights,
         }
         rows = [
@@ -355,6 +359,9 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     found = {}
     if beside and checkpoint.index is None:
         found = dict.fromkeys(("vllm", "sglang"), reads.format(", ".join(beside[:3])))
+    elif checkpoint.misread_keys:
+        copy = f"no: reads a copy that the index does not name: {first_of(checkpoint.misread_keys)}"
+        found = dict.fromkeys(("vllm", "sglang", "llama.cpp"), copy)
     if of_model:
         found["llama.cpp"] = reads.format(", ".join(of_model[:3]))
     elif checkpoint.unlisted_keys:

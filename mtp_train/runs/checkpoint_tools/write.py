@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
+from mtp_train.checkpoints.export import LinkMode, compare_written, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
@@ -58,6 +58,8 @@ class WriteResult(Shown):
     """The new directory or file; of the splits of a GGUF file the first one."""
     content: str
     """What it holds, in a phrase."""
+    trunk: str | None = None
+    """How many tensors of the trunk it has, and how many of them byte for byte; None without a trunk."""
     serves: Mapping[str, str] = field(default_factory=dict)
     """Engine to the command that drafts with the head, or ``no: REASON``; empty without a head."""
     notes: tuple[str, ...] = ()
@@ -69,7 +71,8 @@ class WriteResult(Shown):
         return f"Wrote {self.out}: {self.content}."
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
+        rows = [] if self.trunk is None else [("trunk", self.trunk)]
+        rows += [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
         return [*rows, *([] if self.cure is None else [("next", self.cure)])]
 
 
@@ -125,12 +128,15 @@ def graft(
         identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
+        equal = compare_written(trunk, plan.layout, out, progress, merged=False)
     notes = left_out(trunk, plan.layout)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     content = f"the trunk of {fine_tune}, the head of {base}"
-    return WriteResult(out=out, content=content, serves=serves, notes=notes, cure=probe_command(fine_tune, base))
+    return WriteResult(
+        out=out, content=content, trunk=equal, serves=serves, notes=notes, cure=probe_command(fine_tune, base)
+    )
 
 
 def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
@@ -193,6 +199,7 @@ def merge(
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if own_head else None
         write_untrained_card(out, identity, head_from, adapter, SUGGESTED_DEPTH)
+        equal = compare_written(source, layout, out, progress, merged=True)
     head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
@@ -202,7 +209,8 @@ def merge(
     used = [f"Its tokenizer is the adapter's: {', '.join(sorted(tokenizer))}."] if tokenizer else []
     return WriteResult(
         out=out,
-        content=f"{len(plan.tensors)} tensors of {checkpoint} changed, in {len(rewritten)} of {len(shards)} files",
+        content=f"{len(plan.tensors)} tensors of {checkpoint} adapted, in {len(rewritten)} of {len(shards)} files",
+        trunk=equal,
         notes=(head, *used, *left_out(source, layout)),
         cure=cure,
     )
@@ -280,16 +288,19 @@ def _write_whole(
 ) -> WriteResult:
     """Write the trunk's checkpoint with the head in it, or the head as a draft model; of a run, with its card."""
     write_export(trunk, head, out, adapter=adapter, link=link, progress=progress)
-    report = None
+    report, equal = None, None
     with removed_on_failure(out):
         if is_head_directory(source / HEAD):
             report = load_report(source / REPORT_FILE)
             write_card(source, out)
         serves = serves_of(out, head.family, head.num_depths, report)
+        if head.family.kind == "mtp":
+            equal = compare_written(trunk, layout_of(trunk), out, progress, merged=adapter is not None)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
     notes = left_out(trunk, layout_of(trunk))
-    return WriteResult(out=out, content=f"the trunk of {trunk.path} with its head", serves=serves, notes=notes)
+    content = f"the trunk of {trunk.path} with its head"
+    return WriteResult(out=out, content=content, trunk=equal, serves=serves, notes=notes)
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
