@@ -271,6 +271,10 @@ class CheckResult(Shown):
             "kinds": {kind: list(engines) for kind, engines in self.kinds.items()},
         }
 
+    @property
+    def _chosen(self) -> set[str]:
+        return {choice.field for choice in self.choices}
+
     def resolved_yaml(self) -> str:
         """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
         return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
@@ -283,9 +287,11 @@ class CheckResult(Shown):
             yield from ((f"  {needs}", arguments) for arguments, needs in self.fitting.items())
         yield "trains", self._subject()
         yield "text", self.data or "not read, as the trunk has no tokenizer; a run refuses such a trunk"
+        # Fixed once the answers are there.
+        about = "about " if recipe.data.regenerate is not None and "train.max_steps" in self._chosen else ""
         yield (
             "steps",
-            f"{plan.max_steps} of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
+            f"{about}{plan.max_steps} of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
             f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )

@@ -164,7 +164,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
         notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
     require_gate_groups(recipe, held_out)
-    split = split_sentence(training, held_out_records, held_out)
+    split = split_sentence(training, prompts, held_out_records, held_out)
     return RunText(documents, prompts, held_out, split, notes)
 
 
@@ -182,21 +182,34 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the held-out records. No group is on both sides.
+    """Return the training records and the held-out records. No group is on both sides."""
+    return split_by_group(grouped_records(recipe, progress), recipe.data.holdout, recipe.seed)
 
-    Without a group field, records with near-duplicate prompts share a group.
-    """
+
+def grouped_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
+    """Return all records. Without a group field, records with near-duplicate prompts share a group."""
     records = load_sources(recipe)
-    if recipe.data.group_field is None:
-        records = join_near_duplicates(records, progress)
-    return split_by_group(records, recipe.data.holdout, recipe.seed)
+    return records if recipe.data.group_field is not None else join_near_duplicates(records, progress)
 
 
-def split_sentence(training: Sequence[Record], held_out: Sequence[Record], prompts: Sequence[Prompt]) -> str:
-    """Return in words the number of groups on each side, and of the evaluation prompts."""
-    sides = [f"{len(side)} records in {len({one.group for one in side})} groups" for side in (training, held_out)]
-    chosen = len({prompt.group for prompt in prompts})
-    return f"training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups"
+def split_sentence(
+    training: Sequence[Record], asked: Sequence[Prompt], held_out: Sequence[Record], prompts: Sequence[Prompt]
+) -> str:
+    """Return in words the number of groups on each side, and of the evaluation prompts.
+
+    Args:
+        asked: The prompts to answer, where these are trained on; fewer than the records where the recipe says so.
+    """
+    of_all = f" of {len(training)}" if asked and len(asked) < len(training) else ""
+    return (
+        f"training on {len(asked or training)}{of_all} records in {_num_groups(asked or training)} groups, "
+        f"{len(held_out)} records in {_num_groups(held_out)} groups held out; evaluating on {len(prompts)} prompts of "
+        f"{_num_groups(prompts)} groups"
+    )
+
+
+def _num_groups(texts: Sequence[Record | Prompt]) -> int:
+    return len({one.group for one in texts})
 
 
 def load_sources(recipe: Recipe) -> list[Record]:

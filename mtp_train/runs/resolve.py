@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,6 +25,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.data.groups import is_held_out
 from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
@@ -31,7 +33,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.inputs import load_sources, recipe_tokenizer
+from mtp_train.runs.inputs import grouped_records, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
 from mtp_train.train.machine import Device, device_named
@@ -126,10 +128,10 @@ def launched_processes() -> int:
 
 
 class TextFacts(NamedTuple):
-    """Lengths of the records, in tokens; ``long`` is the 95th percentile."""
+    """Groups of the records, and their lengths in tokens; ``long`` is the 95th percentile."""
 
-    num_records: int
-    num_groups: int
+    groups: Mapping[str, int]
+    """Each group's number of records."""
     prompt_mean: float
     prompt_long: int
     response_mean: float | None
@@ -137,6 +139,15 @@ class TextFacts(NamedTuple):
     response_long: int | None
     whole_mean: float
     whole_long: int
+
+    @property
+    def num_records(self) -> int:
+        return sum(self.groups.values())
+
+    def num_held_out(self, recipe: Recipe) -> int:
+        """Return the number of records that the recipe holds out."""
+        holdout, seed = recipe.data.holdout, recipe.seed
+        return sum(count for group, count in self.groups.items() if is_held_out(group, holdout, seed))
 
 
 class ModelFacts(NamedTuple):
@@ -224,7 +235,7 @@ def keys_and_values(text_config: PretrainedConfig, device: Device) -> int:
 
 
 def text_facts(recipe: Recipe) -> TextFacts:
-    records = load_sources(recipe)
+    records = grouped_records(recipe)
     tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
@@ -234,8 +245,7 @@ def text_facts(recipe: Recipe) -> TextFacts:
     wholes = [len(document.input_ids) for document in documents] or prompts
     responses = [int(document.loss_mask.sum()) for document in documents]
     return TextFacts(
-        num_records=len(records),
-        num_groups=len({record.group for record in records}),
+        groups=Counter(record.group for record in records),
         prompt_mean=sum(prompts) / len(prompts),
         prompt_long=_long(prompts),
         response_mean=sum(responses) / len(responses) if responses else None,
@@ -255,21 +265,22 @@ def _power_of_two(least: float) -> int:
 
 def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> None:
     """Choose what the data's lengths and the model decide before the trunk answers."""
-    wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
+    num_records, num_groups = text.num_records, len(text.groups)
+    wanted = max(EVALUATION_PROMPTS / num_records, EVALUATION_GROUPS / num_groups)
     # Each group is held out by chance: twice the fewest that the gate needs, of very little data up to a half.
     fewest = min_gate_groups(chosen.recipe.gate.confidence)
-    most = max(MOST_HELD_OUT, min(0.5, 2 * fewest / text.num_groups))
-    whole = f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups"
+    most = max(MOST_HELD_OUT, min(0.5, 2 * fewest / num_groups))
+    aim = f"aims at {EVALUATION_PROMPTS} records in {EVALUATION_GROUPS} groups, of {num_records} in {num_groups}"
     share = round(min(most, max(LEAST_HELD_OUT, wanted)), 3)
-    chosen.choose("data.holdout", share, f"{whole}, from {LEAST_HELD_OUT:g} to {most:.3g}")
+    chosen.choose("data.holdout", share, f"{aim}; from {LEAST_HELD_OUT:g} to {most:.3g}")
 
-    held_out = max(1, int(text.num_records * chosen.recipe.data.holdout))
-    told = f"of about {held_out} held-out records, at most {EVALUATION_PROMPTS}"
-    chosen.choose("evaluate.prompts", min(EVALUATION_PROMPTS, held_out), told)
+    held_out = text.num_held_out(chosen.recipe)
+    told = f"of {held_out} held-out records, at most {EVALUATION_PROMPTS}"
+    chosen.choose("evaluate.prompts", min(EVALUATION_PROMPTS, max(1, held_out)), told)
 
-    training = max(1, round(text.num_records * (1 - chosen.recipe.data.holdout)))
-    told = f"of about {training} records for training, at most {MOST_PROMPTS}"
-    chosen.choose("data.regenerate.max_prompts", min(training, MOST_PROMPTS), told)
+    training = num_records - held_out
+    told = f"of {training} records for training, at most {MOST_PROMPTS}"
+    chosen.choose("data.regenerate.max_prompts", min(MOST_PROMPTS, max(1, training)), told)
 
     limit = min(MOST_NEW_TOKENS, model.max_positions // 2)
     told = f"at most {MOST_NEW_TOKENS} and half of the positions; the records have no responses"
@@ -313,7 +324,7 @@ def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) ->
 
 def _expected_text(recipe: Recipe, text: TextFacts) -> tuple[int, str]:
     """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
-    training = text.num_records * (1 - recipe.data.holdout)
+    training = text.num_records - text.num_held_out(recipe)
     spec = recipe.data.regenerate
     if spec is None:
         tokens = round(training * text.whole_mean)

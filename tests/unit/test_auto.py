@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
+from mtp_train import check
+from mtp_train.data.records import text_group
 from mtp_train.data.tokenize import Document
 from mtp_train.recipe.loading import apply_override
 from mtp_train.recipe.sections import AUTOMATIC, LoraSection
@@ -51,9 +55,16 @@ DEMO = ModelFacts(
     sharded_bytes=8 << 30,
     world_size=1,
 )
+
+
+def in_groups(num_records: int, num_groups: int) -> dict[str, int]:
+    """Records spread over groups, the first of which get one more."""
+    least, more = divmod(num_records, num_groups)
+    return {f"group {number}": least + (number < more) for number in range(num_groups)}
+
+
 CHATS = TextFacts(
-    num_records=50_000,
-    num_groups=40_000,
+    groups=in_groups(50_000, 40_000),
     prompt_mean=120.0,
     prompt_long=700,
     response_mean=400.0,
@@ -62,7 +73,7 @@ CHATS = TextFacts(
     whole_long=1500,
 )
 FEW = CHATS._replace(
-    num_records=100, num_groups=100, prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None
+    groups=in_groups(100, 100), prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None
 )
 
 
@@ -96,26 +107,49 @@ def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = resolved(monkeypatch, DEMO, FEW)
-    assert (found["data.holdout"], found["evaluate.prompts"]) == (0.3, 30)
-    assert found["data.regenerate.max_prompts"] == 70
+    # Each group is held out by its name: 27 of the 30 that were aimed at.
+    assert (found["data.holdout"], found["evaluate.prompts"]) == (0.3, 27)
+    assert found["data.regenerate.max_prompts"] == 73
     # No responses to go by, and half of the positions would be more.
     assert found["data.regenerate.max_new_tokens"] == 1024
     assert found["data.seq_len_tokens"] == 2048
     assert found["data.regenerate.batch_size"] == 64
     assert found["train.lr"] == pytest.approx(3.2e-3)
-    # At most 70 x (30 + 1024) tokens, in steps of four sequences: 9 steps per pass.
+    # At most 73 x (30 + 1024) tokens, in steps of four sequences: 9 steps per pass.
     assert found["train.tokens_per_step"] == 8192
-    assert found["train.max_steps"] == 91
+    assert found["train.max_steps"] == 94
     assert found["train.micro_batch_sequences"] == 1
 
 
+def test_the_counts_of_a_plan_are_those_of_the_run(inputs: Path, tmp_path: Path) -> None:
+    # Near-duplicates: 40 records in fewer groups than prompts.
+    rows = [{"prompt": f"{'list the primes from ' * 9}{number % 25}", "response": "no"} for number in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"path": str(tmp_path / "pairs.jsonl")}]
+    found = check(mapping(inputs, tmp_path / "run", data__sources=sources, data__group_field=None), processes=1)
+    told = re.search(
+        r"answers of the trunk to (\d+) prompts of .*; training on (\d+) records in (\d+) groups, (\d+) records in "
+        r"(\d+) groups held out; evaluating on (\d+) prompts of (\d+) groups",
+        found.data or "",
+    )
+    assert told is not None, found.data
+    prompts, records, groups, held_out, held_groups, evaluated, _ = map(int, told.groups())
+    chosen = found.to_json()["auto"]
+    assert chosen["data.regenerate.max_prompts"]["value"] == prompts == records
+    assert chosen["evaluate.prompts"]["value"] == held_out == evaluated
+    assert chosen["data.holdout"]["reason"].startswith(
+        f"aims at 64 records in 12 groups, of {records + held_out} in {groups + held_groups};"
+    )
+    assert "\nsteps: about " in str(found)
+
+
 def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = resolved(monkeypatch, DEMO, CHATS._replace(num_groups=80))
+    found = resolved(monkeypatch, DEMO, CHATS._replace(groups=in_groups(50_000, 80)))
     assert (found["data.holdout"], found["data.regenerate.max_prompts"]) == (0.15, 20_000)
-    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=40))["data.holdout"] == 0.3
+    assert resolved(monkeypatch, DEMO, CHATS._replace(groups=in_groups(50_000, 40)))["data.holdout"] == 0.3
     # 5 groups are the fewest that show a gain; those of very little data are held out by a larger chance.
-    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=25))["data.holdout"] == 0.4
-    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.5
+    assert resolved(monkeypatch, DEMO, CHATS._replace(groups=in_groups(50_000, 25)))["data.holdout"] == 0.4
+    assert resolved(monkeypatch, DEMO, CHATS._replace(groups=in_groups(50_000, 3)))["data.holdout"] == 0.5
 
 
 @pytest.mark.parametrize("seq_len", [512, 4096])
@@ -207,8 +241,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
     facts = resolve.text_facts(recipe_of(mapped))
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(
-        num_records=4,
-        num_groups=2,
+        groups={text_group("abcd"): 3, text_group("a"): 1},
         prompt_mean=13 / 4,
         prompt_long=4,
         response_mean=3.0,
