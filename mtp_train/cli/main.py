@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> int:
         if is_main_process() or error.of_one_process or ends_node:
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
-    if is_main_process():
+    if is_main_process() and (result.text or args.json):
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
@@ -136,6 +136,7 @@ class Printed(NamedTuple):
     document: Any
     """Plain JSON values, for ``--json``."""
     text: str
+    """Empty if it is printed already."""
     exit_code: int = 0
     styled: bool = False
     """Whether the text has the terminal's own control characters, as a table in colours has."""
@@ -269,7 +270,7 @@ def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
     if "console" in parameters:
         # Tables are on stdout, with ``--json`` on stderr.
         given["console"] = Console(quiet=args.quiet or not is_main_process())
-    if "progress" not in parameters:
+    if "progress" not in parameters or "progress" in given:
         return function(**given)
     with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
         return function(**given, progress=progress)
@@ -441,14 +442,20 @@ def _generate(args: argparse.Namespace) -> Printed:
 
     sampling = Sampling(**of_fields(args, Sampling))
     streams = not (args.json or len(args.prompts) > 1)
-    done = call(args, "generate", sampling=sampling, on_text=_print_piece if streams else None)
+    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
+
+        def show(text: str) -> None:
+            # A live bar would draw over the text, and print what goes to stdout line by line itself.
+            progress.stop()
+            print(printable(text), end="", flush=True)
+
+        on_text = show if streams else None
+        done = call(args, "generate", sampling=sampling, on_text=on_text, progress=progress)
+    if streams:
+        print(flush=True)
     if not args.json:
-        print(f"{chr(10) * streams}{done.summary}", file=sys.stderr)
+        print(done.summary, file=sys.stderr)
     return Printed(done.to_json(), "" if streams else str(done))
-
-
-def _print_piece(text: str) -> None:
-    print(printable(text), end="", flush=True)
 
 
 def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:

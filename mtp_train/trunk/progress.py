@@ -73,7 +73,9 @@ def progress_on(console: Console, *, is_main: bool = True) -> Progress:
     if is_main and not console.is_terminal and not console.quiet:
         return LoggedProgress(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal or not is_main, transient=True)
+    # Bars on a quiet console would swallow what other code prints.
+    hidden = console.quiet or not console.is_terminal or not is_main
+    return Progress(*columns, console=console, disable=hidden, transient=True)
 
 
 @contextlib.contextmanager

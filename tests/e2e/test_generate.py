@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import shutil
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,6 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
-from mtp_train.cli import main as commands
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
@@ -138,17 +142,58 @@ def printed(argv: list[Any], prompts: tuple[str, ...], capfd: Capture) -> tuple[
 def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
     run_dir: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces: list[str] = []
-    monkeypatch.setattr(commands, "_print_piece", pieces.append)
     first, second = requests([run_dir / "export"], capfd)
     out, err = printed([run_dir / "export"], PROMPTS[:1], capfd)
-    assert "".join(pieces) == first["text"]
-    assert len(pieces) > 1
-    assert out == "\n"
+    assert out == f"{printable(first['text'])}\n"
     rounds, accepted = first["num_drafts"], first["num_accepted_tokens"]
     told = f"{len(first['token_ids'])} tokens in {rounds} rounds: tau {1 + accepted / rounds:.2f}, "
-    assert re.fullmatch(rf"\n{re.escape(told)}\d+\.\d tokens/s\n", err)
-    pieces.clear()
+    assert re.fullmatch(rf"{re.escape(told)}\d+\.\d tokens/s\n", err)
     out, _ = printed([run_dir / "export"], PROMPTS, capfd)
     assert out == printable(f"--- prompt 1\n{first['text']}\n--- prompt 2\n{second['text']}") + "\n"
-    assert not pieces, "several texts at once cannot be followed"
+
+
+class Terminal:
+    """A pseudo-terminal in place of stdout and stderr, and all that is written to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._read_end, write_end = pty.openpty()
+        self._file, self.writes = os.fdopen(write_end, "w"), list[bytes]()
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, self._file)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        # Linux reports the closed other end as an error.
+        with contextlib.suppress(OSError):
+            while data := os.read(self._read_end, 1 << 16):
+                self.writes.append(data)
+
+    def close(self) -> str:
+        self._file.close()
+        self._reader.join()
+        os.close(self._read_end)
+        return b"".join(self.writes).decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_terminal_shows_texts_in_one_piece(
+    count: int, quiet: bool, run_dir: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [one["text"] for one in requests([run_dir / "export"], capfd)][:count]
+    words = [word for prompt in PROMPTS[:count] for word in ("--prompt", prompt)]
+    with monkeypatch.context() as patched:
+        terminal = Terminal(patched)
+        try:
+            assert main(["generate", str(run_dir / "export"), *words, "--max-new-tokens", "24", *["-q"] * quiet]) == 0
+        finally:
+            shown = terminal.close()
+    for text in expected:
+        assert f"{printable(text)}\n" in shown
+    if count == 1:
+        assert len(terminal.writes) > 2, "the text came in one piece"
+    # Bars move the cursor; nothing does once the first text has begun.
+    before, _, after = shown.partition(printable(expected[0]))
+    assert ("\x1b[" in before) != quiet
+    assert "\x1b" not in after
