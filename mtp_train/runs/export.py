@@ -55,20 +55,20 @@ def write_export(
     adapter: Path | None,
     link: LinkMode,
     progress: Progress,
-) -> None:
+) -> str | None:
     """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
 
-    An ``adapter`` is merged into the exported trunk.
+    An ``adapter`` is merged into the exported trunk. Returns what :func:`write_checkpoint` found of the trunk.
     """
     if artifact.family.kind == "mtp":
         layout = layout_of(trunk)
         merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
-        write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
-        return
+        return write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.classes.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
     write_draft_checkpoint(trunk, on_trunk, layer_config, out)
+    return None
 
 
 def serves_of(

@@ -16,7 +16,6 @@ from rich.progress import Progress
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.export import compare_written
 from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
@@ -231,15 +230,13 @@ def _export(run: Run) -> str:
     """Write the exported checkpoint and its card, and return a sentence with its place."""
     run_dir, inputs, link = run.directory.path, run.inputs, run.recipe.export.link
     out = run_dir / EXPORT
+    trunk, equal = inputs.finetune, None
     if not out.exists():
         artifact = load_artifact(run_dir / HEAD)
-        write_export(inputs.finetune, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
+        equal = write_export(trunk, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
     write_card(run_dir, out)
-    if run.recipe.head.kind != "mtp":
-        return f" Exported to {out}."
-    trunk, layout = inputs.finetune, layout_of(inputs.finetune)
-    equal = compare_written(trunk, layout, out, run.progress, merged=inputs.adapter is not None)
-    return " ".join([f" Exported to {out} (trunk: {equal}).", *left_out(trunk, layout)])
+    told = f" Exported to {out}{'' if equal is None else f' (trunk: {equal})'}."
+    return " ".join([told, *left_out(trunk, layout_of(trunk))])
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.export import compare_written
 from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
@@ -401,15 +400,12 @@ def rescue(
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
     """Export the head as it was if nothing better was exported, and return what serves the export."""
     run_dir, trunk = Path(recipe.run_dir), recipe.model.trunk
-    out, equal = run_dir / EXPORT, None
+    out = run_dir / EXPORT
     with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
         if head == GRAFT and not out.exists():
             write_graft(recipe, out, progress)
         if is_gguf(trunk):
             out = _in_gguf(Path(trunk), out, progress)
-        elif recipe.head.kind == "mtp":
-            tuned, merged = open_location(trunk), recipe.model.adapter is not None
-            equal = compare_written(tuned, layout_of(tuned), out, progress, merged=merged)
     if is_gguf(trunk):
         serves, notes = inspect(out).serves, []
     else:
@@ -422,14 +418,7 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
         notes += left_out(tuned, layout_of(tuned))
     content, page = f"the {head} head for {trunk}", page_of(run_dir)
     return RescueResult(
-        out=out,
-        content=content,
-        trunk=equal,
-        serves=serves,
-        notes=tuple(notes),
-        head=head,
-        reason=reason,
-        page=page,
+        out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page
     )
 
 

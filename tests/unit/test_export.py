@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from checkpoints import (
     all_tensors,
@@ -18,8 +20,10 @@ from checkpoints import (
     wrap_as_vision_language,
 )
 from mtp_train import export, graft, inspect
+from mtp_train.checkpoints import export as writing
 from mtp_train.checkpoints.export import write_checkpoint
-from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
@@ -202,6 +206,31 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
     assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)
     diagnosis = diagnose_head(open_checkpoint(tmp_path / "out"))
     assert (diagnosis.complete, diagnosis.declared_modules, diagnosis.present_modules) == (True, 1, 1)
+
+
+@pytest.mark.parametrize("link", ["hard", "copy"])
+def test_the_trunk_s_bytes_are_compared_after_a_copy_and_the_result_says_so(
+    link: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    copy = ["--copy"] if link == "copy" else []
+    count = len(load_file(finetune / SINGLE_FILE))
+    for argv in (["graft", finetune, "--from", base], ["export", base]):
+        assert main([*map(str, argv), "--out", str(tmp_path / argv[0]), *copy]) == 0
+        assert f"\ntrunk: {count} tensors, all bytes equal\n" in capfd.readouterr().out
+    place = writing.place_file
+
+    def flip_a_byte(file: Path, target: Path, mode: Any) -> None:
+        place(file, target, "copy")
+        if target.suffix == ".safetensors":
+            data = bytearray(target.read_bytes())
+            data[-1] ^= 1
+            target.write_bytes(data)
+
+    monkeypatch.setattr(writing, "place_file", flip_a_byte)
+    with pytest.raises(CheckpointError, match=r"has other bytes than in .*; expected a copy"):
+        graft(finetune, base, tmp_path / "flipped")
+    assert not (tmp_path / "flipped").exists()
 
 
 def test_export_without_a_head_names_the_cure(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.export import LinkMode, compare_written, with_fields, write_checkpoint, write_head_only
+from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
@@ -123,12 +123,11 @@ def graft(
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
+    equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
-        equal = compare_written(trunk, plan.layout, out, progress, merged=False)
     notes = left_out(trunk, plan.layout)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
@@ -192,14 +191,13 @@ def merge(
         load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
-    write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
+    equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
     shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if own_head else None
         write_untrained_card(out, identity, head_from, adapter, SUGGESTED_DEPTH)
-        equal = compare_written(source, layout, out, progress, merged=True)
     head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
@@ -287,15 +285,13 @@ def _write_whole(
     progress: Progress,
 ) -> WriteResult:
     """Write the trunk's checkpoint with the head in it, or the head as a draft model; of a run, with its card."""
-    write_export(trunk, head, out, adapter=adapter, link=link, progress=progress)
-    report, equal = None, None
+    equal = write_export(trunk, head, out, adapter=adapter, link=link, progress=progress)
+    report = None
     with removed_on_failure(out):
         if is_head_directory(source / HEAD):
             report = load_report(source / REPORT_FILE)
             write_card(source, out)
         serves = serves_of(out, head.family, head.num_depths, report)
-        if head.family.kind == "mtp":
-            equal = compare_written(trunk, layout_of(trunk), out, progress, merged=adapter is not None)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
     notes = left_out(trunk, layout_of(trunk))
