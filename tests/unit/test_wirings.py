@@ -24,14 +24,16 @@ Change = Callable[[MtpHead], MtpHead]
 
 
 @cache
-def demo() -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
-    """Return the demo's base, a maker of its head, and what the base writes on a few prompts."""
+def demo(alike: bool = False) -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
+    """Return the demo's base, a maker of its head, and what the base writes on a few prompts: code, or nearly one chat."""
     model = open_model(str(demo_path("base")), OWN)
     trunk, tokenizer = model.load_trunk(torch.device("cpu")), load_tokenizer(model.checkpoint, False)
-    lines = demo_path("code").read_text().splitlines()[:80:8]
+    given = [json.loads(line)["text"] for line in demo_path("code").read_text().splitlines()[:80:8]]
+    if alike:
+        chats = ([{"role": "user", "content": f"Tell me about number {number} and why."}] for number in range(8))
+        given = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = [
-        Prompt(str(number), str(number), tuple(tokenizer(json.loads(line)["text"])["input_ids"][:48]))
-        for number, line in enumerate(lines)
+        Prompt(str(number), str(number), tuple(tokenizer(text)["input_ids"][:48])) for number, text in enumerate(given)
     ]
     plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate([one.prompt_ids for one in prompts], 24)
     texts = [answer_document(prompt, one.token_ids, 1 << 12) for prompt, one in zip(prompts, plain, strict=True)]
@@ -54,6 +56,11 @@ def best(damage: Change | None) -> str | None:
 
 def test_the_demo_s_head_fits_best_as_it_is() -> None:
     assert best(None) is None
+
+
+def test_answers_that_are_nearly_one_text_name_no_wrong_form() -> None:
+    trunk, make, texts = demo(alike=True)
+    assert better_wiring(trunk, make(), texts, 2, Progress(disable=True)) is None
 
 
 @pytest.mark.parametrize(
