@@ -20,7 +20,7 @@ _ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass
 
 HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "granitemoehybrid"), _NONE),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "granitemoehybrid"), _NONE),
     "kimi_k3": "vLLM alone has an MTP head for it, and transformers no class",
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "solar_open", "youtu", "axk1", "AXK1"), _UNSERVED),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
