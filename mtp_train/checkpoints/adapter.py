@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, PositiveInt
 from rich.progress import Progress
 from torch import Tensor
 
@@ -29,9 +30,9 @@ from mtp_train.checkpoints.files import (
     SINGLE_FILE,
     TORCH_DTYPES,
     Checkpoint,
+    Number,
     TensorInfo,
     all_finite,
-    bounded,
     read_json,
     scan_safetensors,
     validated,
@@ -92,15 +93,14 @@ Step = Callable[[int, Tensor], Tensor]
 """From the number of a block's first row, and the block in fp32, to the block that replaces it."""
 
 
-@dataclass(frozen=True)
-class LoraConfigFile:
+class LoraConfigFile(BaseModel):
     """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
 
-    r: int = bounded(1, math.inf)
-    lora_alpha: int | float = bounded(-1e30, 1e30)
+    r: PositiveInt
+    lora_alpha: Number
     rank_pattern: dict[str, int] | None = None
     """Regular expressions of module names to ranks."""
-    alpha_pattern: dict[str, int | float] | None = None
+    alpha_pattern: dict[str, Number] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
     ensure_weight_tying: bool | None = None

@@ -7,15 +7,15 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``, one with an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint, bounded, read_json, scan_safetensors, validated
+from mtp_train.checkpoints.files import Checkpoint, read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -30,22 +30,24 @@ OUTPUT_FILE, OUTPUT_KEY = "output.safetensors", "lm_head.weight"
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadConfigFile:
+_Count = Annotated[int, Field(ge=1, le=1000)]
+
+
+class HeadConfigFile(BaseModel):
     """The fields of ``head_config.json``."""
 
     format_version: int
     family: str
     kind: str
     trunk_prefix: str
-    num_hidden_layers: int = bounded(0, 1000)
+    num_hidden_layers: Annotated[int, Field(ge=0, le=1000)]
     """0 in layouts whose head keys do not count the trunk's layers."""
-    num_sublayers: int = bounded(1, 1000)
+    num_sublayers: _Count
     fused_experts: bool
-    num_modules: int = bounded(1, 1000)
-    num_depths: int = bounded(1, 1000)
+    num_modules: _Count
+    num_depths: _Count
     convention: str
-    draft_vocab: int | None = bounded(1, math.inf)
+    draft_vocab: PositiveInt | None
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
@@ -121,7 +123,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
             notes=artifact.notes,
             draft_config=None if artifact.draft_config is None else dict(artifact.draft_config),
         )
-        write_json(directory / HEAD_CONFIG_FILE, asdict(written))
+        write_json(directory / HEAD_CONFIG_FILE, written.model_dump())
 
 
 def load_artifact(path: Path) -> Artifact:

@@ -22,13 +22,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import torch
-from huggingface_hub.dataclasses import type_validator
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -223,31 +223,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-_Model = TypeVar("_Model")
-
-
-def bounded(least: float, most: float, default: Any = MISSING) -> Any:
-    """Return a field of a dataclass for :func:`validated`, with the bounds of its number, or of each in a list."""
-    return field(default=default, metadata={"bounds": (least, most)})
+_Model = TypeVar("_Model", bound=BaseModel)
+# What exceeds it makes no finite weight in fp32.
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str, prefix: str = "") -> _Model:
-    """Return the fields of a JSON object that a dataclass declares; pydantic is not at hand where we only decode."""
-    types, values = get_type_hints(model), {}
-    for one in fields(cast(Any, model)):
-        value = values[one.name] = content.get(one.name, one.default)
-        least, most = one.metadata.get("bounds", (-math.inf, math.inf))
-        try:
-            type_validator(one.name, value, types[one.name])
-            numbers = value if isinstance(value, list) else [value]
-            fits = "bounds" not in one.metadata or value is None or all(least <= each <= most for each in numbers)
-        except TypeError:
-            fits = False
-        if not fits:
-            found = "missing" if value is MISSING else f"{value!r:.60}"
-            bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" up to {most}")
-            raise CheckpointError(f"{file}: {prefix}{one.name} is {found}; expected {one.type}{bounds}. {hint}")
-    return model(**values)
+    """Return the fields of a JSON object that a model declares; other fields are left alone.
+
+    Raises:
+        CheckpointError: A field is missing, or of another type or size. Nothing is converted: "4" and True are no int.
+    """
+    try:
+        return model.model_validate(content, strict=True)
+    except ValidationError as invalid:
+        errors = invalid.errors()
+    name = str(errors[0]["loc"][0])
+    if name not in content:
+        raise CheckpointError(f"{file}: {prefix}{name} is missing; expected a value. {hint}")
+    # A field that may have several types has an error for each.
+    rules = {error["msg"].removeprefix("Input should be "): None for error in errors if error["loc"][0] == name}
+    raise CheckpointError(f"{file}: {prefix}{name} is {content[name]!r:.60}; expected {' or '.join(rules)}. {hint}")
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:
@@ -373,15 +369,19 @@ def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
     return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
 
 
-@dataclass(frozen=True)
-class _TokenFields:
-    # Some configs write -1 for a token that the model does not have.
-    eos_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
-    bos_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
-    pad_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
+# Some configs write -1 for a token that the model does not have.
+_Token = Annotated[int, Field(ge=-1, le=_MAX_TOKEN)]
+_Tokens = _Token | list[_Token] | None
+# Building a model with more blocks would not end.
+_Blocks = Annotated[int, Field(le=_MAX_BLOCKS)]
 
 
-@dataclass(frozen=True)
+class _TokenFields(BaseModel):
+    eos_token_id: _Tokens = None
+    bos_token_id: _Tokens = None
+    pad_token_id: _Tokens = None
+
+
 class _SectionFields(_TokenFields):
     """The fields of a config, and of its sections, that are counted with here."""
 
@@ -391,19 +391,17 @@ class _SectionFields(_TokenFields):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     # Learning rates follow from it.
-    hidden_size: int | None = bounded(1, math.inf, None)
-    # Building a model with more blocks would not end.
-    num_hidden_layers: int | None = bounded(-math.inf, _MAX_BLOCKS, None)
-    depth: int | list[int] | None = bounded(-math.inf, _MAX_BLOCKS, None)
+    hidden_size: PositiveInt | None = None
+    num_hidden_layers: _Blocks | None = None
+    depth: _Blocks | list[_Blocks] | None = None
 
 
-@dataclass(frozen=True)
 class _GenerationFields(_TokenFields):
     do_sample: bool | None = None
-    temperature: int | float | None = bounded(-1e30, 1e30, None)
-    top_p: int | float | None = bounded(-1e30, 1e30, None)
-    min_p: int | float | None = bounded(-1e30, 1e30, None)
-    repetition_penalty: int | float | None = bounded(-1e30, 1e30, None)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
     top_k: int | None = None
 
 

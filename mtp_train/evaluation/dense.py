@@ -140,7 +140,7 @@ def _batch_of(text: Document, device: torch.device) -> PackedBatch:
 
 _GAIN, _RIGHT = 0.05, 0.08
 """The gains in overlap and in the share of right drafts from which a wiring is better. Some wiring gains a hundredth by
-chance; on answers that are nearly one text a sharper q gained 0.07 and 0.06, where known wrong forms lose 0.1 or more."""
+chance, and on answers that are nearly one text a sharper q gained 0.07 and 0.06. Known wrong forms lose 0.1 or more."""
 _SURE, _LIKELY = 4.0, 2.0
 """The mean gain over the texts, in standard errors, that overlap and the share of right drafts need. With a flat q the
 overlap alone may rise, where q was wrong."""

@@ -16,11 +16,17 @@ FAMILIES: Sequence[Family] = (*beside_the_trunk.QWEN, *after_the_trunk.FAMILIES,
 """All families, in the order in which tables list them."""
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
+_DSPARK = "its releases carry no MTP head but a DSpark drafter (mtp_dspark.*)"
+_IQUEST_DRAFTER = "external drafter of an IQuest-Q1 trunk, beside which it is served"
 _ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
 
 HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "granitemoehybrid"), _NONE),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "granitemoehybrid"), _NONE),
+    **dict.fromkeys(("mistral_large4", "mistral_large4_text"), _DSPARK),
+    "gigachat3_5": "SGLang alone has an MTP head for it, and transformers no class",
+    "iquest_q1": f"{_NONE}: its drafter is a separate checkpoint (iquest_q1_mtp), and transformers has no class",
+    **dict.fromkeys(("iquest_q1_mtp", "iquest_q1_mtp_recursive"), _IQUEST_DRAFTER),
     "kimi_k3": "vLLM alone has an MTP head for it, and transformers no class",
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "solar_open", "youtu", "axk1", "AXK1"), _UNSERVED),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),

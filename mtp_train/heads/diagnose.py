@@ -23,6 +23,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
 
 DSPARK_BLOCK = "dspark_block_size"
+DSPARK_PREFIX = "mtp_dspark."
 _DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
 # Errors with a text of their own, and those that Python raises in code that did not expect such a config.
 _WORDED = (ValueError, OSError, StrictDataclassError)
@@ -194,13 +195,14 @@ def _dtype_errors(
 
 
 def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | None:
-    """Return what shows that keys under the head's prefixes are a DSpark drafter's; None for an MTP head.
+    """Return what shows that a checkpoint holds a DSpark drafter: under the head's prefixes or its own; None without.
 
     DSpark drafts a block of tokens in one pass, and corrects them with a small Markov head (DeepSeek V4, Qwen3).
     """
-    signs = [key for key in head_keys if _DSPARK.search(key)]
+    beside = [key for key in checkpoint.tensors if key.startswith(DSPARK_PREFIX)]
+    signs = [*beside, *filter(_DSPARK.search, head_keys)]
     block = checkpoint.text_config.get(DSPARK_BLOCK)
-    if not head_keys or not (signs or block):
+    if not (signs or (head_keys and block)):
         return None
     declared = f"config.json has {DSPARK_BLOCK} {block}" if block else ""
     return f"the blocks of a DSpark drafter ({', '.join(filter(None, [*signs[:1], declared]))})"

@@ -5,32 +5,36 @@ resumes from the newest one that is whole. Data order, learning rate and random 
 state holds weights, optimiser moments and the step. It also holds the sums since the last log line, so that the log
 equals an unbroken run's, and the best head so far, unless that is the state's own.
 
-AdamW's moments are stored as whole tensors. torch has them by parameter, in shards under FSDP2 (:class:`TorchMoments`).
-DeepSpeed flattens the parameters of a group, partitions the result over the processes, and maps partitions to
-parameters (:class:`ZeroMoments`).
+AdamW's moments are stored as whole tensors. torch has them by parameter, in shards under FSDP2, and gathers them
+(``torch.distributed.checkpoint.state_dict``). DeepSpeed flattens the parameters of a group, partitions the result over
+the processes, and maps partitions to parameters (:class:`ZeroMoments`).
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
 from mtp_train.checkpoints.identity import hash_file
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
-from mtp_train.train.shard import whole, whole_state
+from mtp_train.train.shard import whole_state
 from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
 _WEIGHTS = "head.safetensors"
@@ -39,6 +43,9 @@ _META = "state.json"
 _BEST = "best.safetensors"
 _CHECKSUMS = "sha256.json"
 _KEPT_STATES = 2
+FIELDS = ("exp_avg", "exp_avg_sq")
+# Not strict: a parameter has no moments before its first gradient.
+_WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 
 
 @dataclass(frozen=True)
@@ -164,11 +171,16 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
     """Load a step's moments into an optimiser, after accelerate has prepared it."""
     path = _step_directory(state_dir, step)
     values, numbers = load_file(path / _OPTIMIZER), read_json(path / _META)["optimizer"]
-    into = moments_of(optimizer)
-    for name, parameter in _trained(head):
-        if name in numbers:
-            fields = {field: values[f"{name}.{field}"] for field in FIELDS}
-            into.put(parameter, Moments(float(numbers[name]), fields))
+    moments: dict[str, Any] = {
+        name: {"step": torch.tensor(float(number)), **{field: values[f"{name}.{field}"] for field in FIELDS}}
+        for name, number in numbers.items()
+    }
+    inner = _inner(optimizer)
+    if isinstance(inner, torch.optim.Optimizer):
+        groups = get_optimizer_state_dict(head, inner)["param_groups"]
+        set_optimizer_state_dict(head, inner, {"state": moments, "param_groups": groups}, options=_WHOLE)
+    else:
+        ZeroMoments(inner).put(dict(_trained(head)), moments)
 
 
 def load_best(state_dir: Path, step: int) -> Best:
@@ -199,44 +211,18 @@ def _trained(head: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return AdamW's moments by parameter name, and each parameter's own step count (for the bias correction)."""
-    values: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
-    source = moments_of(optimizer)
-    for name, parameter in _trained(head):
-        moments = source.get(parameter)
-        # A parameter has no moments before its first gradient.
-        if moments is not None:
-            values |= {f"{name}.{field}": value for field, value in moments.values.items()}
-            numbers[name] = moments.step
-    return values, numbers
+    inner = _inner(optimizer)
+    found: Any
+    if isinstance(inner, torch.optim.Optimizer):
+        found = get_optimizer_state_dict(head, inner, options=_WHOLE)["state"]
+    else:
+        found = ZeroMoments(inner).get(_trained(head))
+    values = {f"{name}.{field}": entry[field] for name, entry in found.items() for field in FIELDS}
+    return values, {name: float(entry["step"]) for name, entry in found.items()}
 
 
 def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
     return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
-
-
-FIELDS = ("exp_avg", "exp_avg_sq")
-
-
-class Moments(NamedTuple):
-    step: float
-    values: dict[str, Tensor]
-
-
-class TorchMoments:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.state = optimizer.state
-        self.is_fused = bool(optimizer.defaults.get("fused"))
-
-    def get(self, parameter: nn.Parameter) -> Moments | None:
-        entry = self.state.get(parameter)
-        return Moments(float(entry["step"]), {field: whole(entry[field]) for field in FIELDS}) if entry else None
-
-    def put(self, parameter: nn.Parameter, moments: Moments) -> None:
-        values = {field: _laid_out_as(parameter, value) for field, value in moments.values.items()}
-        # A fused step reads the count on the parameter's device, any other on the CPU.
-        step = torch.tensor(moments.step, device=parameter.device if self.is_fused else "cpu")
-        self.state[parameter] = {"step": step, **values}
 
 
 class ZeroMoments:
@@ -244,24 +230,28 @@ class ZeroMoments:
         self.zero = optimizer
         self.state = optimizer.optimizer.state
 
-    def get(self, parameter: nn.Parameter) -> Moments | None:
+    def get(self, trained: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        values = {field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}
-        return Moments(float(next(iter(self.state.values()))["step"]), values)
+        step = next(iter(self.state.values()))["step"]
+        return {
+            name: {"step": step, **{field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}}
+            for name, parameter in trained
+        }
 
-    def put(self, parameter: nn.Parameter, moments: Moments) -> None:
+    def put(self, trained: Mapping[str, nn.Parameter], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        for entry in self.state.values():
-            entry["step"] = torch.tensor(moments.step)
-        partition = partition_of(parameter)
-        for field, value in moments.values.items():
-            if partition is None:
-                safe_set_full_optimizer_state(parameter, value, field)
-            else:
-                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
-                safe_set_local_optimizer_state(parameter, _own_part(value, partition.numel()), field)
+        for name, values in moments.items():
+            for entry in self.state.values():
+                entry["step"] = values["step"].clone()
+            partition = partition_of(trained[name])
+            for field in FIELDS:
+                if partition is None:
+                    safe_set_full_optimizer_state(trained[name], values[field], field)
+                else:
+                    # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
+                    safe_set_local_optimizer_state(trained[name], _own_part(values[field], partition.numel()), field)
 
     def make_room(self) -> None:
         """Allocate all moments, as the optimiser does at its first step.
@@ -276,16 +266,8 @@ class ZeroMoments:
             link_moments(zero)
 
 
-def moments_of(optimizer: Any) -> TorchMoments | ZeroMoments:
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return TorchMoments(inner) if isinstance(inner, torch.optim.Optimizer) else ZeroMoments(inner)
-
-
-def _laid_out_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    value = value.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _own_part(value: Tensor, size: int) -> Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, same, set_fields
-from mtp_train import CheckpointError, export, graft, inspect
+from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
 from runs import paste, tree
 
@@ -158,6 +158,22 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     with pytest.raises(CheckpointError, match="another kind of drafter than an MTP head; expected a complete head"):
         graft(saved / "finetune", other, tmp_path / "out")
     assert tree(other) == before
+
+
+@pytest.mark.parametrize("model_type", [None, "mistral_large4"])
+def test_a_drafter_beside_a_trunk_of_any_family_is_named(model_type: str | None, saved: Path, tmp_path: Path) -> None:
+    """Mistral Large 4's is ``mtp_dspark.*``, in a trunk of which no record knows the keys."""
+    block = {"mtp_dspark.layers.0.attention.wq.weight": torch.zeros(8, 8)}
+    other = with_tensors(saved / "finetune", tmp_path / "other", lambda tensors: tensors | block)
+    if model_type is not None:
+        config = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
+        (other / "config.json").write_text(json.dumps(config))
+    found = inspect(other)
+    assert (found.status, found.cure, found.head.found_keys) == ("foreign", None, tuple(block))
+    assert "DSpark drafter (mtp_dspark.layers.0.att" in found.runs_here
+    assert '"method":"dspark"' in found.serves["vllm"]
+    with pytest.raises(MtpError, match="DSpark drafter"):
+        graft(other, saved / "base", tmp_path / "out")
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])

@@ -35,6 +35,16 @@ def test_glm_experts_are_one_key_each_gate_before_up() -> None:
     assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.gate_up_proj"], fused)
 
 
+@pytest.mark.parametrize("family_name", ["mixtral", "minimax_m2"])
+def test_an_attached_layer_has_the_names_of_the_trunk_s_release(family_name: str) -> None:
+    layout = HeadLayout(family_of(family_name), "model.", 3)
+    parts = dict(layout.split("blocks.0.layer.mlp.experts.gate_up_proj", torch.zeros(2, 6, 1)))
+    experts = "mtp.layers.0.block_sparse_moe.experts"
+    assert parts.keys() == {f"{experts}.{expert}.{part}.weight" for expert in range(2) for part in ("w1", "w3")}
+    ((bias, _),) = layout.split("blocks.0.layer.mlp.e_score_correction_bias", torch.zeros(2))
+    assert bias == "mtp.layers.0.block_sparse_moe.e_score_correction_bias"
+
+
 EXPERT_BITS = 20
 
 

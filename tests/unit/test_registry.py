@@ -30,6 +30,20 @@ def test_a_model_without_heads_is_recognised(model_type: str) -> None:
     assert model_type not in {one for family in FAMILIES for one in family.model_types}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gigachat3_5", "SGLang alone has an MTP head for it, and transformers no class"),
+        ("iquest_q1", r"its drafter is a separate checkpoint \(iquest_q1_mtp\)"),
+        ("iquest_q1_mtp", "external drafter of an IQuest-Q1 trunk"),
+        ("mistral_large4", r"a DSpark drafter \(mtp_dspark\.\*\)"),
+    ],
+)
+def test_a_drafter_that_is_served_elsewhere_is_refused_with_the_reason(model_type: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        family_for({"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}, where="here")
+
+
 @pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])
 @pytest.mark.parametrize(
     ("name", "of_text", "of_wrapper"),

@@ -229,6 +229,14 @@ MIXTRAL = attached(
     layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
     trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
 )
+# The configs of releases count modules (num_mtp_modules); no release has their tensors.
+MINIMAX_M2 = attached(
+    "minimax_m2",
+    "MiniMax-M2",
+    _layer("minimax_m2", "MiniMaxM2"),
+    layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
+    trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
+)
 QWEN2_MOE = attached(
     "qwen2_moe",
     "Qwen2 MoE",
@@ -300,7 +308,7 @@ COHERE2_MOE = Family(
 )
 
 ATTACHED: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, MINIMAX_M2, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(GEMMA2, GEMMA3, PHI3, GPT_OSS, OLMO2, OLMO3, GRANITE, SMOLLM3, GLM4, SEED_OSS, EXAONE4, HUNYUAN_DENSE),
     *(COHERE, COHERE2, COHERE2_MOE),
 )

@@ -30,7 +30,14 @@ from mtp_train.checkpoints.values import (
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.heads.diagnose import (
+    DSPARK_BLOCK,
+    DSPARK_PREFIX,
+    HeadDiagnosis,
+    diagnose_head,
+    foreign_drafter,
+    layout_of,
+)
 from mtp_train.heads.draft_model import (
     DraftModel,
     diagnose_assistant,
@@ -225,6 +232,8 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
     progress = progress or quiet_progress()
     if opened.mlx_sign is not None:
         return _inspect_mlx(opened, progress)
+    if foreign_drafter(opened, ()) is not None:
+        return _inspect_dspark(opened, progress)
     assistant, draft = assistant_for(opened.config), draft_model(opened)
     if assistant is not None:
         return _inspect_assistant(opened, assistant, trunk, progress)
@@ -422,6 +431,22 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
         note=f"in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads: use "
         f"{original or 'the checkpoint'} that it was converted from",
     )
+
+
+def _inspect_dspark(checkpoint: Checkpoint, progress: Progress) -> Inspection:
+    """Inspect a trunk of any family with a DSpark drafter under a prefix of its own: neither is compared."""
+    keys = tuple(key for key in checkpoint.tensors if key.startswith(DSPARK_PREFIX))
+    head = HeadDiagnosis(0, 0, keys, (), (), (), foreign=foreign_drafter(checkpoint, ()))
+    found = Inspection(
+        checkpoint=str(checkpoint.path),
+        family=str(checkpoint.text_config.get("model_type")),
+        status="foreign",
+        head=head,
+        **_weights_of(checkpoint, None, progress),
+        serves={},
+        runs_here=f"no: {head.describe()}",
+    )
+    return replace(found, serves=_serving(found, checkpoint))
 
 
 def _inspect_assistant(
