@@ -282,7 +282,7 @@ _ATTACHED: dict[str, dict[str, Any]] = {
     # The last layer has no rotary embedding.
     "smollm3": {"no_rope_layers": [1, 1, 0], "rope_parameters": _ROPE},
     "mixtral": {"intermediate_size": 16, "rope_parameters": _ROPE},
-    "minimax_m2": {"intermediate_size": 16, "rope_parameters": _HALF},
+    "minimax_m2": {"intermediate_size": 16, "rotary_dim": 8, "rope_parameters": _ROPE},
     "qwen2_moe": {
         **{
             "mlp_only_layers": [1],

@@ -22,7 +22,7 @@ from mtp_train.errors import CheckpointError, LostProcessError, MtpError, Traini
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk, whole
-from mtp_train.train.state import ZeroMoments
+from mtp_train.train.state import allocate_zero_moments
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.upstream.transformers_private import forget_deepspeed
 
@@ -195,7 +195,7 @@ def prepare(
         module.to(accelerator.device)
     wrapped, prepared = accelerator.prepare(module, optimizer)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        ZeroMoments(prepared.optimizer).make_room()
+        allocate_zero_moments(prepared.optimizer)
     if accelerator.num_processes > 1 and type(wrapped) is HeadTraining:
         raise TrainingError(
             f"launcher: {accelerator.num_processes} processes ({accelerator.distributed_type.value}), and accelerate "

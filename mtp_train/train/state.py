@@ -7,7 +7,7 @@ equals an unbroken run's, and the best head so far, unless that is the state's o
 
 AdamW's moments are stored as whole tensors. torch has them by parameter, in shards under FSDP2, and gathers them
 (``torch.distributed.checkpoint.state_dict``). DeepSpeed flattens the parameters of a group, partitions the result over
-the processes, and maps partitions to parameters (:class:`ZeroMoments`).
+the processes, and maps partitions to parameters.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
         groups = get_optimizer_state_dict(head, inner)["param_groups"]
         set_optimizer_state_dict(head, inner, {"state": moments, "param_groups": groups}, options=_WHOLE)
     else:
-        ZeroMoments(inner).put(dict(_trained(head)), moments)
+        _set_zero_moments(inner, dict(_trained(head)), moments)
 
 
 def load_best(state_dir: Path, step: int) -> Best:
@@ -216,7 +216,7 @@ def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tenso
     if isinstance(inner, torch.optim.Optimizer):
         found = get_optimizer_state_dict(head, inner, options=_WHOLE)["state"]
     else:
-        found = ZeroMoments(inner).get(_trained(head))
+        found = _zero_moments(inner, _trained(head))
     values = {f"{name}.{field}": entry[field] for name, entry in found.items() for field in FIELDS}
     return values, {name: float(entry["step"]) for name, entry in found.items()}
 
@@ -225,45 +225,44 @@ def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
     return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
 
 
-class ZeroMoments:
-    def __init__(self, optimizer: Any) -> None:
-        self.zero = optimizer
-        self.state = optimizer.optimizer.state
+def _zero_moments(zero: Any, trained: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
+    from deepspeed.utils import safe_get_full_optimizer_state
 
-    def get(self, trained: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
-        from deepspeed.utils import safe_get_full_optimizer_state
+    step = next(iter(zero.optimizer.state.values()))["step"]
+    return {
+        name: {"step": step, **{field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}}
+        for name, parameter in trained
+    }
 
-        step = next(iter(self.state.values()))["step"]
-        return {
-            name: {"step": step, **{field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}}
-            for name, parameter in trained
-        }
 
-    def put(self, trained: Mapping[str, nn.Parameter], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+def _set_zero_moments(
+    zero: Any, trained: Mapping[str, nn.Parameter], moments: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        for name, values in moments.items():
-            for entry in self.state.values():
-                entry["step"] = values["step"].clone()
-            partition = partition_of(trained[name])
-            for field in FIELDS:
-                if partition is None:
-                    safe_set_full_optimizer_state(trained[name], values[field], field)
-                else:
-                    # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
-                    safe_set_local_optimizer_state(trained[name], _own_part(values[field], partition.numel()), field)
+    for name, values in moments.items():
+        for entry in zero.optimizer.state.values():
+            entry["step"] = values["step"].clone()
+        partition = partition_of(trained[name])
+        for field in FIELDS:
+            if partition is None:
+                safe_set_full_optimizer_state(trained[name], values[field], field)
+            else:
+                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
+                safe_set_local_optimizer_state(trained[name], _own_part(values[field], partition.numel()), field)
 
-    def make_room(self) -> None:
-        """Allocate all moments, as the optimiser does at its first step.
 
-        By default ZeRO-2 links parameters to their moments after the first step of its first group, and then finds no
-        moments for the parameters of the other groups.
-        """
-        zero = self.zero
-        for flat in flat_groups(zero):
-            self.state[flat] = {"step": torch.tensor(0.0), **{field: torch.zeros_like(flat) for field in FIELDS}}
-        if not is_zero_3(zero):
-            link_moments(zero)
+def allocate_zero_moments(zero: Any) -> None:
+    """Allocate all moments of a DeepSpeed optimiser, as it does at its first step.
+
+    By default ZeRO-2 links parameters to their moments after the first step of its first group, and then finds no
+    moments for the parameters of the other groups.
+    """
+    for flat in flat_groups(zero):
+        moments = {field: torch.zeros_like(flat) for field in FIELDS}
+        zero.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+    if not is_zero_3(zero):
+        link_moments(zero)
 
 
 def _inner(optimizer: Any) -> Any:

@@ -236,6 +236,8 @@ MINIMAX_M2 = attached(
     _layer("minimax_m2", "MiniMaxM2"),
     layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
     trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
+    # Releases have rotary_dim, half of the head size. transformers 5.17 ignores it and rotates every channel.
+    trunk=TrunkTraits(needs_transformers="5.18"),
 )
 QWEN2_MOE = attached(
     "qwen2_moe",
