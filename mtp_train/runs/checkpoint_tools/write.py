@@ -88,7 +88,7 @@ def graft(
         fine_tune: The checkpoint without its head: a directory, a hub id, ``demo:NAME``, or a GGUF file.
         base: The checkpoint to take the head from, of the same trunk shape; for a GGUF file also one with a head.
         out: The new directory, or the new GGUF file.
-        head: Its storage in a GGUF file (K-quants and IQ4 need llama.cpp); None: Q8_0, or as BASE's file has it.
+        head: Its storage in a GGUF file; None: Q8_0, or as BASE's file has it.
         copy: Copy unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
