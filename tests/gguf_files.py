@@ -52,14 +52,22 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def writer_of(head: gguf.GGUFReader, path: Path) -> gguf.GGUFWriter:
-    """Return the writer of a file with the fields and tensors of another, which more tensors may join."""
+def writer_of(head: gguf.GGUFReader, path: Path, *, packed: bool = False) -> gguf.GGUFWriter:
+    """Return the writer of a file with the fields and tensors of another, which more tensors may join.
+
+    Args:
+        packed: Store matrices in Q4_0 where their rows fill its blocks.
+    """
     writer = gguf.GGUFWriter(path, head.get_field("general.architecture").contents())
     for key, field in head.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
     for tensor in head.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+        data, stored = tensor.data, tensor.tensor_type
+        if packed and len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
+            stored = gguf.GGMLQuantizationType.Q4_0
+            data = gguf.quants.quantize(data, stored)
+        writer.add_tensor(tensor.name, data, raw_dtype=stored)
     return writer
 
 

@@ -276,6 +276,25 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
 
 
 @needs_reader
+def test_a_quantised_value_is_rounded_once(
+    base: Path, head: gguf.GGUFReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers computes values of blocks in the dtype that is asked for, which rounds scales and products too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    write_whole(base, head, tmp_path / "exact.gguf")
+    finish(writer_of(gguf.GGUFReader(tmp_path / "exact.gguf"), tmp_path / "packed.gguf", packed=True))
+    stored = values(gguf.GGUFReader(tmp_path / "packed.gguf"))
+    found = all_tensors(open_location(str(tmp_path / "packed.gguf")).path)
+    for name, key in {
+        "token_embd": "model.embed_tokens.weight",
+        "blk.0.attn_gate": "model.layers.0.linear_attn.in_proj_z.weight",
+        "blk.3.ffn_down": "model.layers.3.mlp.down_proj.weight",
+        f"blk.{LAYERS}.attn_q": "mtp.layers.0.self_attn.q_proj.weight",
+    }.items():
+        assert torch.equal(found[key], torch.tensor(stored[f"{name}.weight"]).bfloat16()), name
+
+
+@needs_reader
 def test_an_architecture_that_transformers_does_not_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,7 +257,8 @@ def dequantised(file: Path) -> Path:
     directory lies in the hub's cache under a name that follows from the file's path, size and time.
     """
     model = open_gguf(file)
-    stats = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files]
+    # Copies of earlier versions, whose values were rounded more than once, have other names.
+    stats = ["rounded once", *((str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files)]
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
     target = Path(constants.HF_HOME) / "mtp-train" / f"{file.stem}-{digest}"
     if not target.is_dir():
@@ -290,8 +291,12 @@ def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
 def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from mtp_train.upstream.transformers_private import unpacking_gguf_in_fp32
+
     with new_directory(target, what="the dequantised checkpoint") as directory:
-        tokenizer, trunk = _read(model, AutoTokenizer), _read(model, AutoModelForCausalLM, dtype=dtype)
+        tokenizer = _read(model, AutoTokenizer)
+        with unpacking_gguf_in_fp32():
+            trunk = _read(model, AutoModelForCausalLM, dtype=dtype)
         # transformers keeps the file's quantisation in the config, and then refuses to save.
         trunk.config.__dict__.pop("quantization_config", None)
         trunk.is_quantized, trunk.hf_quantizer = False, None
