@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mtp_train.checkpoints.native import exact_tensor, native_head_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
+from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.trunk.whole import first_of
 
@@ -40,7 +41,17 @@ _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""
 _BY_TOKEN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Matrices of a module with a row for every token."""
+_SIZES = (
+    *("embedding_length", "feed_forward_length", "expert_count", "expert_feed_forward_length"),
+    *(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")),
+    *("attention.q_lora_rank", "attention.kv_lora_rank"),
+)
+"""Fields that llama.cpp derives shapes from. Where one is a list, a head brings its own entries."""
 RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
+_REPEATING = {
+    GGUF_HEADS[one].arch for family in FAMILIES if family.keys.shared for one in family.model_types if one in GGUF_HEADS
+}
+"""Architectures whose heads repeat their trunk's embedding and lm_head; llama.cpp reads the trunk's if they do not."""
 
 
 def graft_gguf_command(file: Path) -> str:
@@ -81,18 +92,46 @@ def missing_of_head(model: GgufModel) -> tuple[str, ...]:
 
 def problems_of_head(model: GgufModel) -> tuple[str, ...]:
     """Return what is wrong with a head, a phrase each: missing names, NaN, matrices of zeros, its vocabulary."""
-    missing, embedding = missing_of_head(model), model.tensors.get("token_embd.weight")
+    missing = missing_of_head(model)
     problems = [f"missing: {', '.join(missing)}"] if missing else []
+    problems += _misfits(model, {name: torch_shape(one) for name, one in model.head.items()})
     for name, one in model.head.items():
         values = gguf.quants.dequantize(one.data, one.tensor_type)
         if not np.isfinite(values).all():
             problems.append(f"NaN or infinite values: {name}")
         elif name.endswith("nextn.eh_proj.weight") and not values.any():
             problems.append(f"all zeros: {name}")
-        elif name.endswith(_BY_TOKEN) and embedding is not None and len(values) != len(embedding.data):
-            of_all = f"{len(values)} of {len(embedding.data)} tokens"
-            problems.append(f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, {of_all}")
     return tuple(problems)
+
+
+def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return which tensors of a head, given with their shapes, llama.cpp does not load beside a trunk, a phrase each.
+
+    A tensor has the shape of one of that name in the trunk's blocks, and a matrix over the vocabulary all tokens.
+    """
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name, one in trunk.tensors.items():
+        if name not in trunk.head:
+            shapes.setdefault(_within_block(name), []).append(torch_shape(one))
+    tokens = shapes.get("token_embd.weight", [()])[0][:1]
+    problems = []
+    for name, shape in head.items():
+        known = shapes.get(_within_block(name), [])
+        if name.endswith(_BY_TOKEN) and tokens and shape[:1] != tokens:
+            of_each = f"{name} is over {shape[0]} tokens, token_embd.weight over {tokens[0]}"
+            problems.append(f"{of_each}; llama.cpp reads a draft vocabulary of EAGLE-3 only")
+        elif known and _squeezed(shape) not in map(_squeezed, known):
+            problems.append(f"{name} is {list(shape)}, in the trunk's blocks {list(known[0])}")
+    return problems
+
+
+def _within_block(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("blk.") else name
+
+
+def _squeezed(shape: tuple[int, ...]) -> list[int]:
+    """Leave out sizes of 1: converters write the gate of a shared expert as a vector or as a row."""
+    return [size for size in shape if size != 1]
 
 
 def graft_gguf(
@@ -111,12 +150,12 @@ def graft_gguf(
         )
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
-    names = [one.name if isinstance(one, ReaderTensor) else one.key for one in head]
-    new = [one for one, name in zip(head, names, strict=True) if name not in trunk.tensors or name in trunk.head]
+    new = [one for name, one in head.items() if name not in trunk.tensors or name in trunk.head]
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
-_Head = tuple[Sequence[PendingTensor | ReaderTensor], Mapping[str, Any], int]
+_Tensors = Mapping[str, PendingTensor | ReaderTensor]
+_Head = tuple[_Tensors, Mapping[str, Any], int]
 """Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
 
 
@@ -126,18 +165,21 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     if not diagnosis.complete:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
     record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
-    config = config_of(donor)
-    shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
-    _require_fit(trunk, base, record.arch, shape)
+    layout, config, modules = layout_of(donor), config_of(donor), diagnosis.present_modules
+    fields = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
+    own = native_head_of(donor, layout, layout, take=exact_tensor)
+    head = _without_copies(record.arch, {one.key: one for one in head_tensors(donor, layout, own, record, config)})
+    _require_fit(trunk, base, record.arch, int(config["num_hidden_layers"]), fields, head)
     require_finite_checkpoint(donor, progress)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
         progress.console.print(told, highlight=False)
-    layout = layout_of(donor)
-    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
-    modules = diagnosis.present_modules
-    found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
-    return tensors, found, modules
+    return head, fields, modules
+
+
+def _without_copies(arch: str, head: _Tensors) -> _Tensors:
+    """Leave out a head's copies of its own trunk's embedding and lm_head, which are not those of another trunk."""
+    return {name: one for name, one in head.items() if arch not in _REPEATING or not name.endswith(_BY_TOKEN)}
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -159,29 +201,43 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     if not donor.head or problems:
         found = problems[0] if problems else "no head"
         raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head. Use the base's checkpoint.")
-    shape = {"block_count": donor.num_layers, "embedding_length": donor.value("embedding_length")}
-    _require_fit(trunk, base, donor.arch, shape)
     prefix = f"{donor.arch}."
     fields = {
         name.removeprefix(prefix): field.contents()
         for name, field in donor.readers[0].fields.items()
         if name.startswith(prefix)
     }
-    tensors = list(donor.head.values())
-    return (tensors if kind is None else [_decoded(one) for one in tensors]), fields, donor.present_modules
+    head = _without_copies(donor.arch, donor.head)
+    _require_fit(trunk, base, donor.arch, donor.num_layers, fields, head)
+    if kind is not None:
+        head = {name: _decoded(donor.head[name]) for name in head}
+    return head, fields, donor.present_modules
 
 
 def _decoded(one: ReaderTensor) -> PendingTensor:
     return PendingTensor(one.name, "F32", torch_shape(one), lambda: [dequantised_tensor(one)])
 
 
-def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
-    mine = {"block_count": trunk.num_layers, "embedding_length": trunk.value("embedding_length")}
+def _require_fit(
+    trunk: GgufModel, base: str, arch: str, num_layers: int, fields: Mapping[str, Any], head: _Tensors
+) -> None:
+    """Check that a head fits a trunk: architecture, layers, and the sizes and shapes that llama.cpp loads it by.
+
+    Args:
+        fields: Fields of the model that the head is from.
+    """
+    file, again = trunk.files[0], "Name the base that it was fine-tuned from."
     if not trunk.holds_trunk:
-        raise CheckpointError(f"{trunk.files[0]}: holds a head alone; expected the GGUF file of a trunk.")
-    if trunk.arch != arch or mine != shape:
+        raise CheckpointError(f"{file}: holds a head alone; expected the GGUF file of a trunk.")
+    if (trunk.arch, trunk.num_layers) != (arch, num_layers):
         raise CheckpointError(
-            f"{base}: its head is for {arch} with {shape['block_count']} layers of {shape['embedding_length']} "
-            f"channels; expected {trunk.arch} with {mine['block_count']} of {mine['embedding_length']}, as "
-            f"{trunk.files[0]} has. Name the base that it was fine-tuned from."
+            f"{base}: its head is for {arch} with {num_layers} layers; expected {trunk.arch} with {trunk.num_layers}, "
+            f"as {file} has. {again}"
         )
+    for name in _SIZES:
+        theirs, mine = fields.get(name), trunk.value(name)
+        if isinstance(theirs, int) and isinstance(mine, int) and theirs != mine:
+            raise CheckpointError(f"{base}: its {name} is {theirs}; expected {mine}, as {file} has. {again}")
+    shapes = {name: torch_shape(one) if isinstance(one, ReaderTensor) else one.shape for name, one in head.items()}
+    if misfits := _misfits(trunk, shapes):
+        raise CheckpointError(f"{base}: {misfits[0]}; expected a head for {file}. {again}")
