@@ -5,6 +5,7 @@ The card states where the parts are from, what was measured, and how to serve an
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
@@ -72,7 +73,13 @@ def write_export(
 
 
 def serves_of(
-    export: Path, family: Family, depth: int, report: Report | None = None, *, trunk: Path | None = None
+    export: Path,
+    family: Family,
+    depth: int,
+    report: Report | None = None,
+    *,
+    trunk: Path | None = None,
+    gguf: str | None = None,
 ) -> dict[str, str]:
     """Return, per engine, the command that serves an export: a checkpoint with an MTP head, or a draft model.
 
@@ -80,11 +87,25 @@ def serves_of(
         family: The head's.
         depth: Drafts a round, unless the report of the export's run recommends a number, as its card does.
         trunk: The checkpoint that the export will be written from; None for an export that exists.
+        gguf: For a trunk that is a GGUF file, the command that serves it with the head, up to the drafter's options.
     """
     if report is not None:
         depth = wording.serving_depth(report) or depth
     engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
-    return engine_commands(engines, str(export), depth)
+    commands = engine_commands(engines, str(export), depth)
+    if gguf is not None and engines["llama.cpp"].supported:
+        commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind} --spec-draft-n-max {depth}"
+    return commands
+
+
+def gguf_command(run_dir: Path, kind: str) -> str | None:
+    """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for a checkpoint."""
+    trunk = load_recipe(run_dir / RECIPE_FILE).model.trunk
+    if not is_gguf(trunk):
+        return None
+    head = shlex.quote(f"{run_dir}-head")
+    write = f"mtp-train export {shlex.quote(str(run_dir))} --out {head} --gguf q8_0"
+    return f"{write} && llama-server -m {shlex.quote(trunk)} -md {head}/{kind}-*.gguf"
 
 
 def write_card(run_dir: Path, out: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,9 @@ from mtp_train.trunk.whole import first_of
 
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""
+_BLOCK = re.compile(r"^blk\.\d+\.")
 _BY_TOKEN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Matrices of a module with a row for every token."""
-_SIZES = (
-    *("embedding_length", "feed_forward_length", "expert_count", "expert_feed_forward_length"),
-    *(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")),
-    *("attention.q_lora_rank", "attention.kv_lora_rank"),
-)
-"""Fields that llama.cpp derives shapes from. Where one is a list, a head brings its own entries."""
 RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
 _REPEATING = {
     GGUF_HEADS[one].arch for family in FAMILIES if family.keys.shared for one in family.model_types if one in GGUF_HEADS
@@ -94,7 +90,8 @@ def problems_of_head(model: GgufModel) -> tuple[str, ...]:
     """Return what is wrong with a head, a phrase each: missing names, NaN, matrices of zeros, its vocabulary."""
     missing = missing_of_head(model)
     problems = [f"missing: {', '.join(missing)}"] if missing else []
-    problems += _misfits(model, {name: torch_shape(one) for name, one in model.head.items()})
+    if model.arch in RECORDS:
+        problems += _misfits(model, {name: torch_shape(one) for name, one in model.head.items()})
     for name, one in model.head.items():
         values = gguf.quants.dequantize(one.data, one.tensor_type)
         if not np.isfinite(values).all():
@@ -107,31 +104,22 @@ def problems_of_head(model: GgufModel) -> tuple[str, ...]:
 def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return which tensors of a head, given with their shapes, llama.cpp does not load beside a trunk, a phrase each.
 
-    A tensor has the shape of one of that name in the trunk's blocks, and a matrix over the vocabulary all tokens.
+    It expects the shapes of the trunk's blocks, and all tokens of the embedding.
     """
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+    known: dict[str, list[tuple[int, ...]]] = {}
     for name, one in trunk.tensors.items():
         if name not in trunk.head:
-            shapes.setdefault(_within_block(name), []).append(torch_shape(one))
-    tokens = shapes.get("token_embd.weight", [()])[0][:1]
-    problems = []
-    for name, shape in head.items():
-        known = shapes.get(_within_block(name), [])
-        if name.endswith(_BY_TOKEN) and tokens and shape[:1] != tokens:
-            of_each = f"{name} is over {shape[0]} tokens, token_embd.weight over {tokens[0]}"
-            problems.append(f"{of_each}; llama.cpp reads a draft vocabulary of EAGLE-3 only")
-        elif known and _squeezed(shape) not in map(_squeezed, known):
-            problems.append(f"{name} is {list(shape)}, in the trunk's blocks {list(known[0])}")
-    return problems
+            known.setdefault(_BLOCK.sub("", name), []).append(_sizes(torch_shape(one)))
+    known |= dict.fromkeys(_BY_TOKEN, known.get("token_embd.weight", []))
+    found = ((name, _sizes(shape), known.get(_BLOCK.sub("", name), [])) for name, shape in head.items())
+    return [
+        f"{name} is {list(mine)}, in the trunk {list(own[0])}" for name, mine, own in found if own and mine not in own
+    ]
 
 
-def _within_block(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blk.") else name
-
-
-def _squeezed(shape: tuple[int, ...]) -> list[int]:
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Leave out sizes of 1: converters write the gate of a shared expert as a vector or as a row."""
-    return [size for size in shape if size != 1]
+    return tuple(size for size in shape if size != 1)
 
 
 def graft_gguf(
@@ -150,12 +138,21 @@ def graft_gguf(
         )
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
-    new = [one for name, one in head.items() if name not in trunk.tensors or name in trunk.head]
+    named = {
+        (one.name, torch_shape(one)) if isinstance(one, ReaderTensor) else (one.key, one.shape): one for one in head
+    }
+    if trunk.arch in _REPEATING:
+        # They are the embedding and the lm_head of another trunk.
+        named = {key: one for key, one in named.items() if not key[0].endswith(_BY_TOKEN)}
+    if misfits := _misfits(trunk, dict(named.keys())):
+        raise CheckpointError(
+            f"{base}: {misfits[0]}; expected a head for {fine_tune}. Name the base that it was fine-tuned from."
+        )
+    new = [one for (name, _), one in named.items() if name not in trunk.tensors or name in trunk.head]
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
-_Tensors = Mapping[str, PendingTensor | ReaderTensor]
-_Head = tuple[_Tensors, Mapping[str, Any], int]
+_Head = tuple[Sequence[PendingTensor | ReaderTensor], Mapping[str, Any], int]
 """Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
 
 
@@ -165,21 +162,18 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     if not diagnosis.complete:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
     record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
-    layout, config, modules = layout_of(donor), config_of(donor), diagnosis.present_modules
-    fields = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
-    own = native_head_of(donor, layout, layout, take=exact_tensor)
-    head = _without_copies(record.arch, {one.key: one for one in head_tensors(donor, layout, own, record, config)})
-    _require_fit(trunk, base, record.arch, int(config["num_hidden_layers"]), fields, head)
+    config = config_of(donor)
+    shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
+    _require_fit(trunk, base, record.arch, shape)
     require_finite_checkpoint(donor, progress)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
         progress.console.print(told, highlight=False)
-    return head, fields, modules
-
-
-def _without_copies(arch: str, head: _Tensors) -> _Tensors:
-    """Leave out a head's copies of its own trunk's embedding and lm_head, which are not those of another trunk."""
-    return {name: one for name, one in head.items() if arch not in _REPEATING or not name.endswith(_BY_TOKEN)}
+    layout = layout_of(donor)
+    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
+    modules = diagnosis.present_modules
+    found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
+    return tensors, found, modules
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -201,43 +195,29 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     if not donor.head or problems:
         found = problems[0] if problems else "no head"
         raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head. Use the base's checkpoint.")
+    shape = {"block_count": donor.num_layers, "embedding_length": donor.value("embedding_length")}
+    _require_fit(trunk, base, donor.arch, shape)
     prefix = f"{donor.arch}."
     fields = {
         name.removeprefix(prefix): field.contents()
         for name, field in donor.readers[0].fields.items()
         if name.startswith(prefix)
     }
-    head = _without_copies(donor.arch, donor.head)
-    _require_fit(trunk, base, donor.arch, donor.num_layers, fields, head)
-    if kind is not None:
-        head = {name: _decoded(donor.head[name]) for name in head}
-    return head, fields, donor.present_modules
+    tensors = list(donor.head.values())
+    return (tensors if kind is None else [_decoded(one) for one in tensors]), fields, donor.present_modules
 
 
 def _decoded(one: ReaderTensor) -> PendingTensor:
     return PendingTensor(one.name, "F32", torch_shape(one), lambda: [dequantised_tensor(one)])
 
 
-def _require_fit(
-    trunk: GgufModel, base: str, arch: str, num_layers: int, fields: Mapping[str, Any], head: _Tensors
-) -> None:
-    """Check that a head fits a trunk: architecture, layers, and the sizes and shapes that llama.cpp loads it by.
-
-    Args:
-        fields: Fields of the model that the head is from.
-    """
-    file, again = trunk.files[0], "Name the base that it was fine-tuned from."
+def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
+    mine = {"block_count": trunk.num_layers, "embedding_length": trunk.value("embedding_length")}
     if not trunk.holds_trunk:
-        raise CheckpointError(f"{file}: holds a head alone; expected the GGUF file of a trunk.")
-    if (trunk.arch, trunk.num_layers) != (arch, num_layers):
+        raise CheckpointError(f"{trunk.files[0]}: holds a head alone; expected the GGUF file of a trunk.")
+    if trunk.arch != arch or mine != shape:
         raise CheckpointError(
-            f"{base}: its head is for {arch} with {num_layers} layers; expected {trunk.arch} with {trunk.num_layers}, "
-            f"as {file} has. {again}"
+            f"{base}: its head is for {arch} with {shape['block_count']} layers of {shape['embedding_length']} "
+            f"channels; expected {trunk.arch} with {mine['block_count']} of {mine['embedding_length']}, as "
+            f"{trunk.files[0]} has. Name the base that it was fine-tuned from."
         )
-    for name in _SIZES:
-        theirs, mine = fields.get(name), trunk.value(name)
-        if isinstance(theirs, int) and isinstance(mine, int) and theirs != mine:
-            raise CheckpointError(f"{base}: its {name} is {theirs}; expected {mine}, as {file} has. {again}")
-    shapes = {name: torch_shape(one) if isinstance(one, ReaderTensor) else one.shape for name, one in head.items()}
-    if misfits := _misfits(trunk, shapes):
-        raise CheckpointError(f"{base}: {misfits[0]}; expected a head for {file}. {again}")

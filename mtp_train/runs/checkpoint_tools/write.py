@@ -107,6 +107,9 @@ def graft(
     base = str(base)
     progress = progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
+    if is_gguf(fine_tune) != is_gguf(out):
+        name = shlex.quote(str(out.with_suffix("") if is_gguf(out) else out / f"{Path(fine_tune).stem}-mtp.gguf"))
+        raise MtpError(f"--out {out}: expected a .gguf file for a .gguf file, else a directory. Use --out {name}.")
     if is_gguf(fine_tune):
         files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
         return _in_gguf(files, fine_tune, base)
@@ -249,7 +252,10 @@ def export(
         raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
-            raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
+            out_of = f"mtp-train export {shlex.quote(str(source))} --head-only --out {shlex.quote(str(out))}"
+            raise MtpError(
+                f"{source}: a GGUF file, whose head keeps its storage; expected --head-only alone. Run '{out_of}'."
+            )
         return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
