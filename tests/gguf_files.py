@@ -30,7 +30,9 @@ def checkpoint_with_head(
     trunk = tiny_trunk(family_name, vocab_size=vocab_size, num_experts=num_experts)
     save_with_head(trunk, tiny_head(trunk), path)
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]}
+    )
     tokenizer.save_pretrained(path)
     return path
 

@@ -19,6 +19,7 @@ from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
@@ -103,9 +104,13 @@ def gguf_command(run_dir: Path, kind: str) -> str | None:
     trunk = load_recipe(run_dir / RECIPE_FILE).model.trunk
     if not is_gguf(trunk):
         return None
+    run, file, name = shlex.quote(str(run_dir)), shlex.quote(trunk), Path(trunk)
+    if kind == "mtp" and name.is_file() and open_gguf(name).head:
+        # llama.cpp takes a head in the file or one beside it, not both.
+        whole = shlex.quote(f"{name.stem}-mtp.gguf")
+        return f"mtp-train graft {file} --from {run} --out {whole} && llama-server -m {whole}"
     head = shlex.quote(f"{run_dir}-head")
-    write = f"mtp-train export {shlex.quote(str(run_dir))} --out {head} --gguf q8_0"
-    return f"{write} && llama-server -m {shlex.quote(trunk)} -md {head}/{kind}-*.gguf"
+    return f"mtp-train export {run} --out {head} --gguf q8_0 && llama-server -m {file} -md {head}/{kind}-*.gguf"
 
 
 def write_card(run_dir: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from gguf_files import VOCAB_SIZE, checkpoint_with_head, finish, metadata, write
 from mtp_train import inspect
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.cli.main import main
-from runs import refusal
+from runs import paste, refusal
 from tiny import ALL_FAMILIES
 
 Capture = pytest.CaptureFixture[str]
@@ -143,3 +144,42 @@ def test_an_empty_list_is_copied(name: str, glm: Path, tmp_path: Path) -> None:
         "glm4moe.nextn_predict_layers": 1,
         **{key: value for key, value in metadata(found).items() if key.startswith("GGUF.")},
     }
+
+
+# Names
+
+
+@pytest.mark.parametrize(("tuned", "out"), [("tuned.gguf", "out"), ("tuned.gguf", "out.bin"), ("base", "out.gguf")])
+def test_an_output_is_named_as_its_input_is(tuned: str, out: str, glm: Path, tmp_path: Path, capsys: Capture) -> None:
+    command = ["graft", glm / tuned, "--from", glm / "base", "--out"]
+    told = refusal([*command, tmp_path / out], capsys)
+    assert not any(tmp_path.iterdir())
+    named = re.search(r"Use --out (\S+)\.$", told)
+    assert named is not None, told
+    assert main([*map(str, command), named[1]]) == 0
+    assert inspect(named[1]).status == "healthy"
+
+
+@pytest.mark.parametrize("more", [[], ["--gguf", "q8_0"]])
+def test_the_head_of_a_gguf_file_is_exported_by_the_command_that_is_named(
+    more: list[str], glm: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    whole = tmp_path / "whole.gguf"
+    assert main(["graft", str(glm / "tuned.gguf"), "--from", str(glm / "base"), "--out", str(whole)]) == 0
+    told = refusal(["export", whole, "--out", tmp_path / "head", *more], capsys)
+    assert inspect(paste(told.split("'")[1]) / "mtp-whole.gguf").status == "healthy"
+
+
+def test_a_folder_of_gguf_files_names_them(glm: Path, tmp_path: Path, capsys: Capture) -> None:
+    named = glm / "tuned.gguf"
+    (tmp_path / named.name).symlink_to(named)
+    for command in (["inspect", tmp_path], ["graft", glm / "base", "--from", tmp_path, "--out", tmp_path / "out"]):
+        told = refusal(command, capsys)
+        assert told.endswith(f"or the name of a GGUF file. Use {tmp_path / named.name}.\n")
+    # A config, without weights, is no checkpoint either.
+    (tmp_path / "config.json").write_text((glm / "base" / "config.json").read_text())
+    assert f"Use {tmp_path / named.name}." in refusal(["generate", tmp_path, "--prompt", "a"], capsys)
+    # Files beside a checkpoint are nobody's business.
+    (glm / "base" / named.name).symlink_to(named)
+    assert inspect(glm / "base").status == "healthy"
+    (glm / "base" / named.name).unlink()
