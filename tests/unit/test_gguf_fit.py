@@ -86,6 +86,17 @@ def test_a_head_with_other_experts_is_refused(from_gguf: bool, glm: Path, tmp_pa
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_row_in_one_file_is_a_vector_in_another(tmp_path: Path) -> None:
+    """Converters write the gate of a shared expert in both ways, and llama.cpp reads both."""
+    base, trunk = checkpoint_with_head(tmp_path / "base", "qwen3_5_moe"), tmp_path / "tuned.gguf"
+    writer = gguf.GGUFWriter(trunk, "qwen35moe")
+    writer.add_block_count(4)
+    writer.add_embedding_length(32)
+    writer.add_tensor("blk.0.ffn_gate_inp_shexp.weight", np.ones(32, dtype=np.float32))
+    finish(writer)
+    assert main(["graft", str(trunk), "--from", str(base), "--out", str(tmp_path / "whole.gguf")]) == 0
+
+
 def changed(source: Path, path: Path, name: str, shape: tuple[int, ...]) -> Path:
     """Write a GGUF file with zeros of another shape in the place of a tensor."""
     writer = writer_of(gguf.GGUFReader(source), path)

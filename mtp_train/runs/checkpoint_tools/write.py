@@ -110,7 +110,7 @@ def graft(
     if is_gguf(fine_tune) != is_gguf(out):
         name = shlex.quote(str(out.with_suffix("") if is_gguf(out) else out / f"{Path(fine_tune).stem}-mtp.gguf"))
         raise MtpError(
-            f"--out: {out}, for {fine_tune}; expected a .gguf file for a .gguf file, else a directory. Use --out {name}."
+            f"--out: {out}, for {fine_tune}; expected a .gguf file for a .gguf file, or directories. Use --out {name}."
         )
     if is_gguf(fine_tune):
         files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
