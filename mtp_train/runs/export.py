@@ -88,28 +88,29 @@ def serves_of(
         family: The head's.
         depth: Drafts a round, unless the report of the export's run recommends a number, as its card does.
         trunk: The checkpoint that the export will be written from; None for an export that exists.
-        gguf: For a trunk that is a GGUF file, the command that serves it with the head, up to the drafter's options.
+        gguf: The command that serves a GGUF file with the head in it, up to the drafter's options; None for a run,
+            whose recipe names the trunk, and for checkpoints.
     """
     if report is not None:
         depth = wording.serving_depth(report) or depth
     engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
     commands = engine_commands(engines, str(export), depth)
+    gguf = gguf or _gguf_command(export.parent, family.kind)
     if gguf is not None and engines["llama.cpp"].supported:
         commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind} --spec-draft-n-max {depth}"
     return commands
 
 
-def gguf_command(run_dir: Path, kind: str) -> str | None:
-    """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for a checkpoint."""
-    trunk = load_recipe(run_dir / RECIPE_FILE).model.trunk
+def _gguf_command(run_dir: Path, kind: str) -> str | None:
+    """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for another export."""
+    recipe = run_dir / RECIPE_FILE
+    trunk = Path(load_recipe(recipe).model.trunk if recipe.is_file() else "")
     if not is_gguf(trunk):
         return None
-    run, file, name = shlex.quote(str(run_dir)), shlex.quote(trunk), Path(trunk)
-    if kind == "mtp" and name.is_file() and open_gguf(name).head:
+    run, head, whole, file = map(shlex.quote, (str(run_dir), f"{run_dir}-head", f"{trunk.stem}-mtp.gguf", str(trunk)))
+    if kind == "mtp" and trunk.is_file() and open_gguf(trunk).head:
         # llama.cpp takes a head in the file or one beside it, not both.
-        whole = shlex.quote(f"{name.stem}-mtp.gguf")
         return f"mtp-train graft {file} --from {run} --out {whole} && llama-server -m {whole}"
-    head = shlex.quote(f"{run_dir}-head")
     return f"mtp-train export {run} --out {head} --gguf q8_0 && llama-server -m {file} -md {head}/{kind}-*.gguf"
 
 

@@ -30,7 +30,7 @@ from mtp_train.report.wording import capitalised
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
-from mtp_train.runs.export import gguf_command, serves_of, write_card, write_export
+from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
@@ -82,12 +82,8 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
     return RunResult(**vars(outcome), run_dir=Path(checked.run_dir))
 
 
-def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = (), *, gguf: str | None = None) -> Outcome:
-    """Run a recipe to its outcome, or return that of a run that had finished. A refusal of the gate is an outcome.
-
-    Args:
-        gguf: For a trunk that is a GGUF file, how llama.cpp will serve it with the head; see :func:`serves_of`.
-    """
+def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
+    """Run a recipe to its outcome, or return that of a run that had finished. A refusal of the gate is an outcome."""
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals():
         directory.require_ours(recipe)
@@ -116,18 +112,18 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = (),
             missing = missing_kernels(run.inputs.finetune.family.trunk.recurrent, accelerator.device.type)
             if missing is not None:
                 console.print(missing, highlight=False)
-            outcome = run_stages(run, console, [choice.field for choice in choices], gguf)
+            outcome = run_stages(run, console, [choice.field for choice in choices])
             if run.is_main:
                 directory.write_outcome(outcome)
             return outcome
 
 
-def run_stages(run: Run, console: Console, auto: Collection[str] = (), gguf: str | None = None) -> Outcome:
+def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
     report = _train_and_measure(run, auto)
     if report is None:
         return Outcome(0, "done", "", DONE)
-    _report(run, report, console, gguf)
+    _report(run, report, console)
     if run.recipe.study is not None:
         return study_outcome(report)
     if report.gate is not None and not report.gate.passed:
@@ -210,12 +206,12 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
             run.progress.console.print(str(choice), highlight=False)
 
 
-def _report(run: Run, report: Report, console: Console, gguf: str | None) -> None:
+def _report(run: Run, report: Report, console: Console) -> None:
     """Write and print the report, after a check that no input was changed since the beginning."""
     run.directory.require_same_inputs(run.recipe, run.progress)
     run_dir = run.directory.path
     is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
-    serving = _serving(run_dir, report, run.inputs.finetune.path, gguf) if is_served else {}
+    serving = _serving(run_dir, report, run.inputs.finetune.path) if is_served else {}
     write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
     try:
         log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
@@ -225,10 +221,9 @@ def _report(run: Run, report: Report, console: Console, gguf: str | None) -> Non
     console.print(summary(report))
 
 
-def _serving(run_dir: Path, report: Report, trunk: Path | None = None, gguf: str | None = None) -> dict[str, str]:
+def _serving(run_dir: Path, report: Report, trunk: Path | None = None) -> dict[str, str]:
     head = load_artifact(run_dir / HEAD)
-    gguf = gguf or gguf_command(run_dir, head.family.kind)
-    return serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk, gguf=gguf)
+    return serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk)
 
 
 def _export(run: Run) -> str:

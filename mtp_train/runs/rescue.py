@@ -52,6 +52,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_estimate, format_number
+from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.display import Shown, wiring_note
@@ -72,6 +73,7 @@ from mtp_train.runs.resolve import Overrides, override_texts, require_one_proces
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
+from mtp_train.train.log import read_metrics
 from mtp_train.trunk.progress import progress_on, shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
@@ -389,7 +391,7 @@ def rescue(
         if found.verdict == "graft":
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
-    run_recipe(recipe, console, choices, gguf=_served(_gguf_of(recipe)))
+    run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     # The refusal ends in the command for a graft, which is written here.
@@ -410,10 +412,14 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
     tuned = open_location(trunk)
     family = of_kind(tuned.family, recipe.head.kind)
     report = load_report(run_dir / REPORT_FILE) if head == RETRAINED else None
-    serves = serves_of(out, family, recipe.head.num_depths, report, gguf=_served(gguf))
+    server = None if gguf is None else f"llama-server -m {shlex.quote(str(gguf))}"
+    serves = serves_of(out, family, recipe.head.num_depths, report, gguf=server)
     if gguf is not None:
         # The export is the trunk's dequantised copy.
         out, serves = gguf, {"llama.cpp": serves["llama.cpp"]}
+        if report is not None:
+            # The page of the run, which is written before the file, says how to write one.
+            write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
     rewired = wiring_note(family, recipe.head.convention, serves)
     notes = [] if rewired is None else [f"The head is {rewired}."]
     notes += left_out(tuned, layout_of(tuned))
@@ -431,10 +437,6 @@ def _gguf_of(recipe: Recipe) -> Path | None:
     split = SPLIT.search(name)
     whole = f"{SPLIT.sub('', name).removesuffix('.gguf')}-mtp.gguf"
     return split_path(Path(recipe.run_dir, whole), 0, 1 if split is None else int(split[2]))
-
-
-def _served(gguf: Path | None) -> str | None:
-    return None if gguf is None else f"llama-server -m {shlex.quote(str(gguf))}"
 
 
 def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:

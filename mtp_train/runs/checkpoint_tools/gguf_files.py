@@ -106,14 +106,16 @@ def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]
 
     It expects the shapes of the trunk's blocks, and all tokens of the embedding.
     """
-    known: dict[str, list[tuple[int, ...]]] = {}
-    for name, one in trunk.tensors.items():
-        if name not in trunk.head:
-            known.setdefault(_BLOCK.sub("", name), []).append(_sizes(torch_shape(one)))
-    known |= dict.fromkeys(_BY_TOKEN, known.get("token_embd.weight", []))
-    found = ((name, _sizes(shape), known.get(_BLOCK.sub("", name), [])) for name, shape in head.items())
+    own = [
+        (_BLOCK.sub("", key), _sizes(torch_shape(one))) for key, one in trunk.tensors.items() if key not in trunk.head
+    ]
+    own += [(name, sizes) for key, sizes in own if key == "token_embd.weight" for name in _BY_TOKEN]
+    known = dict(own)
+    given = [(name, _BLOCK.sub("", name), _sizes(shape)) for name, shape in head.items()]
     return [
-        f"{name} is {list(mine)}, in the trunk {list(own[0])}" for name, mine, own in found if own and mine not in own
+        f"{name} is {list(sizes)}, in the trunk {list(known[key])}"
+        for name, key, sizes in given
+        if key in known and (key, sizes) not in own
     ]
 
 
