@@ -326,7 +326,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if packs and not any(path.glob("*.safetensors")):
         raise CheckpointError(
             f"{path}: holds GGUF files and no safetensors; expected a checkpoint, or the name of a GGUF file. Use "
-            f"{' or '.join(shlex.quote(str(file)) for file in packs[:3])}."
+            f"{shlex.quote(str(packs[0]))}."
         )
     named_file(path, CONFIG_FILE, named_by=path)
     config = read_config(path / CONFIG_FILE)

@@ -268,9 +268,9 @@ def dequantised(file: Path) -> Path:
     directory lies in the hub's cache under a name that follows from the file's path, size and time.
     """
     model = open_gguf(file)
+    stats = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files]
     # Copies of earlier versions, whose values were rounded more than once, have other names.
-    stats = ["rounded once", *((str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files)]
-    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"rounded once {stats}".encode()).hexdigest()[:12]
     target = Path(constants.HF_HOME) / "mtp-train" / f"{file.stem}-{digest}"
     if not target.is_dir():
         types = {one.tensor_type for one in model.tensors.values()}

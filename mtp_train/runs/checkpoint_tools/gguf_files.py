@@ -111,12 +111,12 @@ def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]
     ]
     own += [(name, sizes) for key, sizes in own if key == "token_embd.weight" for name in _BY_TOKEN]
     known = dict(own)
-    given = [(name, _BLOCK.sub("", name), _sizes(shape)) for name, shape in head.items()]
-    return [
-        f"{name} is {list(sizes)}, in the trunk {list(known[key])}"
-        for name, key, sizes in given
-        if key in known and (key, sizes) not in own
-    ]
+    problems = []
+    for name, shape in head.items():
+        key, sizes = _BLOCK.sub("", name), _sizes(shape)
+        if key in known and (key, sizes) not in own:
+            problems.append(f"{name} is {list(sizes)}, in the trunk {list(known[key])}")
+    return problems
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -107,11 +107,7 @@ def graft(
     base = str(base)
     progress = progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
-    if is_gguf(fine_tune) != is_gguf(out):
-        name = shlex.quote(str(out.with_suffix("") if is_gguf(out) else out / f"{Path(fine_tune).stem}-mtp.gguf"))
-        raise MtpError(
-            f"--out: {out}, for {fine_tune}; expected a .gguf file for a .gguf file, or directories. Use --out {name}."
-        )
+    _require_form(out, fine_tune)
     if is_gguf(fine_tune):
         files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
         return _in_gguf(files, fine_tune, base)
@@ -136,6 +132,16 @@ def graft(
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     content = f"the trunk of {fine_tune}, the head of {base}"
     return WriteResult(out=out, content=content, serves=serves, notes=notes, cure=probe_command(fine_tune, base))
+
+
+def _require_form(out: Path, fine_tune: str) -> None:
+    """Refuse a name that would be taken for a file where a directory is written, or the other way round."""
+    if is_gguf(fine_tune) != is_gguf(out):
+        name = out.with_suffix("") if is_gguf(out) else out / f"{Path(fine_tune).stem}-mtp.gguf"
+        raise MtpError(
+            f"--out: {out}, for {fine_tune}; expected a .gguf file for a .gguf file, or directories. Use --out "
+            f"{shlex.quote(str(name))}."
+        )
 
 
 def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
@@ -254,10 +260,8 @@ def export(
         raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
-            out_of = f"mtp-train export {shlex.quote(str(source))} --head-only --out {shlex.quote(str(out))}"
-            raise MtpError(
-                f"{source}: a GGUF file, whose head keeps its storage; expected --head-only alone. Run '{out_of}'."
-            )
+            command = shlex.join(["mtp-train", "export", str(source), "--head-only", "--out", str(out)])
+            raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{command}'.")
         return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
