@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,27 @@ import numpy as np
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, save_with_head
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
+from mtp_train.checkpoints.gguf.sidecar import head_tensors
+from mtp_train.checkpoints.native import NativeHead, exact_tensor
 from mtp_train.cli.main import main
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.runs.checkpoint_tools.gguf_files import config_of
 from tiny import tiny_head, tiny_trunk
 
 VOCAB_SIZE = 272
 
 
-def checkpoint_with_head(path: Path, family_name: str, num_experts: int | None = None) -> Path:
-    trunk = tiny_trunk(family_name, vocab_size=VOCAB_SIZE, num_experts=num_experts)
+def checkpoint_with_head(
+    path: Path, family_name: str, num_experts: int | None = None, vocab_size: int = VOCAB_SIZE
+) -> Path:
+    trunk = tiny_trunk(family_name, vocab_size=vocab_size, num_experts=num_experts)
     save_with_head(trunk, tiny_head(trunk), path)
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]}
+    )
     tokenizer.save_pretrained(path)
     return path
 
@@ -44,6 +55,34 @@ def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items()}
 
 
+def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
+    """Write a trunk without its head, for a family whose heads are named as layers; ``added`` are further fields."""
+    opened = open_checkpoint(checkpoint)
+    layout, config = layout_of(opened), config_of(opened)
+    record, layers = GGUF_HEADS[opened.text_config["model_type"]], f"{layout.trunk_prefix}layers."
+    head = exported(checkpoint, path.with_suffix(".head"), "f32")
+    writer = gguf.GGUFWriter(path, record.arch)
+    for name, field in head.fields.items():
+        value = field.contents()
+        if name == f"{record.arch}.block_count":
+            value = config["num_hidden_layers"]
+        elif name.startswith(record.arch) and isinstance(value, list):
+            value = value[: config["num_hidden_layers"]]
+        if not name.startswith("GGUF.") and not name.endswith((".architecture", ".nextn_predict_layers")):
+            writer.add_key_value(name, value, field.types[0], sub_type=field.types[-1])
+    for name, value in added.items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    keys = [key for key in opened.tensors if key.startswith(layers) and not layout.is_head_key(key)]
+    stored = NativeHead(tuple(exact_tensor(opened, key, key) for key in keys), (), {})
+    for one in head_tensors(opened, layout, stored, replace(record, roots=(f"{layers}{{layer}}.",)), config):
+        writer.add_tensor(one.key, one.load().float().numpy())
+    for tensor in head.tensors:
+        if not tensor.name.startswith("blk."):
+            writer.add_tensor(tensor.name, tensor.data)
+    finish(writer)
+    return path
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     """Write a file whose fields and tensors were added."""
     writer.write_header_to_file()
@@ -52,14 +91,22 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def writer_of(head: gguf.GGUFReader, path: Path) -> gguf.GGUFWriter:
-    """Return the writer of a file with the fields and tensors of another, which more tensors may join."""
+def writer_of(head: gguf.GGUFReader, path: Path, *, packed: bool = False) -> gguf.GGUFWriter:
+    """Return the writer of a file with the fields and tensors of another, which more tensors may join.
+
+    Args:
+        packed: Store matrices in Q4_0 where their rows fill its blocks.
+    """
     writer = gguf.GGUFWriter(path, head.get_field("general.architecture").contents())
     for key, field in head.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
     for tensor in head.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+        data, stored = tensor.data, tensor.tensor_type
+        if packed and len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
+            stored = gguf.GGMLQuantizationType.Q4_0
+            data = gguf.quants.quantize(data, stored)
+        writer.add_tensor(tensor.name, data, raw_dtype=stored)
     return writer
 
 

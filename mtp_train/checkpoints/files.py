@@ -325,6 +325,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
+    packs = sorted(path.glob("*.gguf"))
+    if packs and not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path}: holds GGUF files and no safetensors; expected a checkpoint, or the name of a GGUF file. Use "
+            f"{shlex.quote(str(packs[0]))}."
+        )
     named_file(path, CONFIG_FILE, named_by=path)
     config = read_config(path / CONFIG_FILE)
     _require_generation_config(path)

@@ -193,7 +193,7 @@ def add_command(commands: Any, name: str, text: str, handler: Handler, **setting
     return command
 
 
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q6_k", "q5_k", "q4_k", "iq4_xs", "iq4_nl", "q3_k", "q2_k")
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 RULES = ("greedy", "argmax", "sampled")
 _DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
 

@@ -5,6 +5,7 @@ The card states where the parts are from, what was measured, and how to serve an
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
@@ -72,7 +74,13 @@ def write_export(
 
 
 def serves_of(
-    export: Path, family: Family, depth: int, report: Report | None = None, *, trunk: Path | None = None
+    export: Path,
+    family: Family,
+    depth: int,
+    report: Report | None = None,
+    *,
+    trunk: Path | None = None,
+    gguf: str | None = None,
 ) -> dict[str, str]:
     """Return, per engine, the command that serves an export: a checkpoint with an MTP head, or a draft model.
 
@@ -80,11 +88,30 @@ def serves_of(
         family: The head's.
         depth: Drafts a round, unless the report of the export's run recommends a number, as its card does.
         trunk: The checkpoint that the export will be written from; None for an export that exists.
+        gguf: The command that serves a GGUF file with the head in it, up to the drafter's options; None for a run,
+            whose recipe names the trunk, and for checkpoints.
     """
     if report is not None:
         depth = wording.serving_depth(report) or depth
     engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
-    return engine_commands(engines, str(export), depth)
+    commands = engine_commands(engines, str(export), depth)
+    gguf = gguf or _gguf_command(export.parent, family.kind)
+    if gguf is not None and engines["llama.cpp"].supported:
+        commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind} --spec-draft-n-max {depth}"
+    return commands
+
+
+def _gguf_command(run_dir: Path, kind: str) -> str | None:
+    """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for another export."""
+    recipe = run_dir / RECIPE_FILE
+    trunk = Path(load_recipe(recipe).model.trunk if recipe.is_file() else "")
+    if not is_gguf(trunk):
+        return None
+    run, head, whole, file = map(shlex.quote, (str(run_dir), f"{run_dir}-head", f"{trunk.stem}-mtp.gguf", str(trunk)))
+    if kind == "mtp" and trunk.is_file() and open_gguf(trunk).head:
+        # llama.cpp takes a head in the file or one beside it, not both.
+        return f"mtp-train graft {file} --from {run} --out {whole} && llama-server -m {whole}"
+    return f"mtp-train export {run} --out {head} --gguf q8_0 && llama-server -m {file} -md {head}/{kind}-*.gguf"
 
 
 def write_card(run_dir: Path, out: Path) -> None:

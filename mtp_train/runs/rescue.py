@@ -19,6 +19,7 @@ head good enough nothing is trained, and where it finds a fault nothing is writt
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import is_gguf, left_out
-from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
+from mtp_train.checkpoints.gguf.model_file import SPLIT, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import removed_on_failure
@@ -51,8 +52,8 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_estimate, format_number
+from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
-from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
@@ -72,6 +73,7 @@ from mtp_train.runs.resolve import Overrides, override_texts, require_one_proces
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
+from mtp_train.train.log import read_metrics
 from mtp_train.trunk.progress import progress_on, shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
@@ -404,31 +406,37 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
     with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
         if head == GRAFT and not out.exists():
             write_graft(recipe, out, progress)
-        if is_gguf(trunk):
-            out = _in_gguf(Path(trunk), out, progress)
-    if is_gguf(trunk):
-        serves, notes = inspect(out).serves, []
-    else:
-        tuned = open_location(trunk)
-        family = of_kind(tuned.family, recipe.head.kind)
-        report = load_report(run_dir / REPORT_FILE) if head == RETRAINED else None
-        serves = serves_of(out, family, recipe.head.num_depths, report)
-        rewired = wiring_note(family, recipe.head.convention, serves)
-        notes = [] if rewired is None else [f"The head is {rewired}."]
-        notes += left_out(tuned, layout_of(tuned))
+        gguf = _gguf_of(recipe)
+        if gguf is not None and not gguf.exists():
+            graft_gguf(Path(trunk), str(out), gguf, None, "hard", progress)
+    tuned = open_location(trunk)
+    family = of_kind(tuned.family, recipe.head.kind)
+    report = load_report(run_dir / REPORT_FILE) if head == RETRAINED else None
+    server = None if gguf is None else f"llama-server -m {shlex.quote(str(gguf))}"
+    serves = serves_of(out, family, recipe.head.num_depths, report, gguf=server)
+    if gguf is not None:
+        # The export is the trunk's dequantised copy.
+        out, serves = gguf, {"llama.cpp": serves["llama.cpp"]}
+        if report is not None:
+            # The page of the run, which is written before the file, says how to write one.
+            write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
+    rewired = wiring_note(family, recipe.head.convention, serves)
+    notes = [] if rewired is None else [f"The head is {rewired}."]
+    notes += left_out(tuned, layout_of(tuned))
     content, page = f"the {head} head for {trunk}", page_of(run_dir)
     return RescueResult(
         out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page
     )
 
 
-def _in_gguf(trunk: Path, export: Path, progress: Progress) -> Path:
-    """Write the trunk's GGUF file with the exported head in it, beside the export, and return its path."""
-    whole = export.with_name(f"{SPLIT.sub('', trunk.name).removesuffix('.gguf')}-mtp.gguf")
-    out = split_path(whole, 0, len(open_gguf(trunk).files))
-    if not out.exists():
-        graft_gguf(trunk, str(export), whole, None, "hard", progress)
-    return out
+def _gguf_of(recipe: Recipe) -> Path | None:
+    """Return where a rescue writes its trunk's GGUF file, or the first split, with the head; None for a checkpoint."""
+    name = Path(recipe.model.trunk).name
+    if not is_gguf(name):
+        return None
+    split = SPLIT.search(name)
+    whole = f"{SPLIT.sub('', name).removesuffix('.gguf')}-mtp.gguf"
+    return split_path(Path(recipe.run_dir, whole), 0, 1 if split is None else int(split[2]))
 
 
 def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:

@@ -7,6 +7,7 @@ rotary embeddings in ``transformers.models`` are named in the family records and
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import masking_utils
 
@@ -129,6 +131,23 @@ def without_deepspeed() -> Iterator[None]:
 def without_packed_rows() -> Iterator[None]:
     """Keep models from looking for packed sequences in the positions of their rows, which waits for the device."""
     with replacing(masking_utils, find_packed_sequence_indices=lambda _position_ids: None):
+        yield
+
+
+@contextmanager
+def unpacking_gguf_in_fp32() -> Iterator[None]:
+    """Make ``from_pretrained`` round the values of a GGUF file once, at the end, instead of computing them in bf16.
+
+    The reader of 5.23 and later computes blocks in the dtype of the model, and no argument changes that. The older
+    reader, which still reads most architectures, computes them in fp32. Both cast each tensor as it is read, so only
+    one tensor is in fp32 at a time.
+    """
+    if importlib.util.find_spec("transformers.integrations.gguf") is None:
+        yield
+        return
+    reader = importlib.import_module("transformers.integrations.gguf.gguf_conversion_mapping")
+    stock = reader.dequantize_blocks
+    with replacing(reader, dequantize_blocks=lambda *blocks: stock(*blocks[:-1], torch.float32)):
         yield
 
 

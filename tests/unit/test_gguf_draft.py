@@ -14,7 +14,11 @@ from gguf_files import finish, metadata, values
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
+from mtp_train.families import of_kind
 from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.export import serves_of
+from runs import write_recipe
+from tiny import family_of
 
 TOKENS = ["a", "b", "c"]
 
@@ -80,3 +84,18 @@ def test_a_draft_model_has_the_trunks_vocabulary_and_llama_cpps_order(tmp_path: 
         f"llama-server -m TRUNK.gguf -md {out} --spec-type draft-eagle3"
     )
     assert (looked_at.status, looked_at.cure) == ("healthy", None)
+
+
+def test_a_run_on_a_gguf_file_is_told_to_export_one(tmp_path: Path) -> None:
+    """The converter needs the trunk's checkpoint, which there is none of."""
+    family, run_dir = of_kind(family_of("llama"), "eagle3"), tmp_path / "a run"
+    run_dir.mkdir()
+    trunk = str(write_trunk(tmp_path / "trunk.gguf"))
+    write_recipe(run_dir / "recipe.yaml", tmp_path, run_dir, model__trunk=trunk, head__kind="eagle3")
+    told = serves_of(run_dir / "export", family, 2)
+    assert told["llama.cpp"] == (
+        f"mtp-train export '{run_dir}' --out '{run_dir}-head' --gguf q8_0 && llama-server -m {trunk} "
+        f"-md '{run_dir}-head'/eagle3-*.gguf --spec-type draft-eagle3 --spec-draft-n-max 2"
+    )
+    # The control: an export of any other place is of a checkpoint.
+    assert "convert_hf_to_gguf.py" in serves_of(tmp_path / "export", family, 2)["llama.cpp"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole, writer_of
 from mtp_inference import SpeculativeDecoder
-from mtp_train import inspect
+from mtp_train import inspect, rescue
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
+from mtp_train.runs.pipeline import RunResult
 from runs import paste, refusal
 from tiny import IS_OLD
 
@@ -47,7 +50,7 @@ def write_trunk(path: Path, head: gguf.GGUFReader, parts: int = 1) -> list[Path]
         for block in range(part, LAYERS, parts):
             matrix = generator.standard_normal((8, 256)).astype(np.float32)
             stored = gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q4_0)
-            writer.add_tensor(f"blk.{block}.ffn_up.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+            writer.add_tensor(f"blk.{block}.ssm_out.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
         finish(writer)
     return [path.with_name(name) for name in names]
 
@@ -220,7 +223,7 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
     writer.add_tensor(name, np.ones((100, 32), dtype=np.float32))
     finish(writer)
     told = refusal(["graft", trunk, "--from", reduced, "--out", tmp_path / "out.gguf"], capsys)
-    assert f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, 100 of 272 tokens" in told
+    assert f"{name} is [100, 32], in the trunk [272, 32]; expected a GGUF file with a complete head" in told
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -276,6 +279,25 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
 
 
 @needs_reader
+def test_a_quantised_value_is_rounded_once(
+    base: Path, head: gguf.GGUFReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers computes values of blocks in the dtype that is asked for, which rounds scales and products too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    write_whole(base, head, tmp_path / "exact.gguf")
+    finish(writer_of(gguf.GGUFReader(tmp_path / "exact.gguf"), tmp_path / "packed.gguf", packed=True))
+    stored = values(gguf.GGUFReader(tmp_path / "packed.gguf"))
+    found = all_tensors(open_location(str(tmp_path / "packed.gguf")).path)
+    for name, key in {
+        "token_embd": "model.embed_tokens.weight",
+        "blk.0.attn_gate": "model.layers.0.linear_attn.in_proj_z.weight",
+        "blk.3.ffn_down": "model.layers.3.mlp.down_proj.weight",
+        f"blk.{LAYERS}.attn_q": "mtp.layers.0.self_attn.q_proj.weight",
+    }.items():
+        assert torch.equal(found[key], torch.tensor(stored[f"{name}.weight"]).bfloat16()), name
+
+
+@needs_reader
 def test_an_architecture_that_transformers_does_not_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,23 +310,39 @@ def test_an_architecture_that_transformers_does_not_read_is_named(
 
 
 @needs_reader
-@pytest.mark.slow
 def test_a_rescue_of_a_gguf_file_ends_in_one(
     base: Path, head: gguf.GGUFReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    # What is measured on so small a model recommends no number of drafts.
+    monkeypatch.setattr("mtp_train.report.wording.serving_depth", lambda _report: 2)
     whole, out = tmp_path / "tuned.gguf", tmp_path / "rescued"
     write_whole(base, head, whole)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(f'{{"prompt": "text {index} of {index * index}", "response": "yes"}}\n' for index in range(40))
-    )
-    fields = ["train.max_steps=2", "train.warmup_steps=1", "evaluate.max_new_tokens=16", "evaluate.prompts=8"]
-    fields += ["data.regenerate.max_new_tokens=16", "data.seq_len_tokens=64", "train.tokens_per_step=64"]
-    command = ["rescue", str(whole), "--from", str(base), "--data", str(prompts), "--out", str(out), "--set", *fields]
-    assert main(command) == 0
-    found = inspect(out / "tuned-mtp.gguf")
+    prompts.write_text("".join(f'{{"prompt": "text {index} of {index * index}"}}\n' for index in range(24)))
+    settings = {"train.max_steps": 1, "train.warmup_steps": 0, "train.tokens_per_step": 64, "data.seq_len_tokens": 64}
+    settings |= {"data.regenerate.max_new_tokens": 8, "evaluate.max_new_tokens": 8, "evaluate.prompts": 2}
+    rescued = rescue(whole, base, out, data=[prompts], overrides=settings | {"gate.enabled": False})
+    assert (rescued.out, rescued.head) == (out / "tuned-mtp.gguf", "retrained")
+    command = f"llama-server -m {rescued.out} --spec-type draft-mtp --spec-draft-n-max 2"
+    assert rescued.serves == {"llama.cpp": command}
+    found = inspect(rescued.out)
     # Rows of 48 numbers fill no block of Q8_0.
     assert (found.status, str(found.note).partition("; ")[2]) == ("healthy", "the head is Q8_0 (7), F32 (7), F16 (1)")
     trunk = {name: one for name, one in raw(whole).items() if not name.startswith(f"blk.{LAYERS}.")}
-    assert raw(out / "tuned-mtp.gguf").items() >= trunk.items()
+    assert raw(rescued.out).items() >= trunk.items()
+    page = (out / "report.html").read_text()
+    assert command in page
+    assert "convert_hf_to_gguf" not in page
+    # A run of a recipe writes no GGUF file: its command does, or writes the head for a trunk that has none.
+    monkeypatch.chdir(tmp_path)
+    stripped, recipe = write_trunk(tmp_path / "stripped.gguf", head)[0], out / "recipe.yaml"
+    for file, flag in ((whole, "-m"), (stripped, "-md")):
+        recipe.write_text(recipe.read_text().replace(str(whole), str(file)))
+        write, serve = str(RunResult(0, "done", "", "done", out).serves["llama.cpp"]).split(" && ")
+        paste(write)
+        words = shlex.split(serve)
+        (written,) = glob.glob(words[words.index(flag) + 1])
+        assert inspect(written).status == "healthy"
+        assert words[-4:] == ["--spec-type", "draft-mtp", "--spec-draft-n-max", "2"]
+    assert words[:3] == ["llama-server", "-m", str(stripped)]

@@ -140,7 +140,7 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
         if not isinstance(theirs, list) or len(theirs) <= trunk.num_layers or name == "rope.dimension_sections":
             continue
         mine = trunk.value(name)
-        if mine is None:
+        if mine in (None, []):
             changed[name] = theirs
         else:
             # A number that holds for all layers may be a list where the head's differs.
@@ -209,7 +209,7 @@ def _write(
     progress: Progress,
 ) -> None:
     """Write a file with a model's metadata, ``changed``, and these tensors, those of a file as they are."""
-    writer = gguf.GGUFWriter(path, model.arch)
+    writer = _CopyWriter(path, model.arch)
     writer.data_alignment = model.readers[0].alignment
     _copy_fields(writer, model, changed, len(tensors))
     write_tensors(writer, tensors, kind, progress)
@@ -231,7 +231,18 @@ def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str
 def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value | None = None) -> None:
     """Write a field of another file; a new value keeps its type, so that a loader that read it reads it still."""
     kind = GGUFValueType.ARRAY if isinstance(value, list) else field.types[0]
-    writer.add_key_value(field.name, field.contents() if value is None else value, kind, sub_type=field.types[-1])
+    # The reader takes the type of an array's entries from the first one.
+    item = GGUFValueType(int(field.parts[3][0])) if field.types == [GGUFValueType.ARRAY] else field.types[-1]
+    writer.add_key_value(field.name, field.contents() if value is None else value, kind, sub_type=item)
+
+
+class _CopyWriter(gguf.GGUFWriter):
+    """A writer that takes empty arrays, which files have and ``GGUFWriter`` refuses."""
+
+    def _pack_val(self, *value: Any, **types: Any) -> bytes:
+        if value[1] is GGUFValueType.ARRAY and len(value[0]) == 0:
+            return self._pack("I", value[1]) + self._pack("I", types["sub_type"]) + self._pack("Q", 0)
+        return super()._pack_val(*value, **types)
 
 
 def torch_shape(stored: ReaderTensor) -> tuple[int, ...]:
@@ -258,7 +269,8 @@ def dequantised(file: Path) -> Path:
     """
     model = open_gguf(file)
     stats = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files]
-    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
+    # Copies of earlier versions, whose values were rounded more than once, have other names.
+    digest = hashlib.sha256(f"rounded once {stats}".encode()).hexdigest()[:12]
     target = Path(constants.HF_HOME) / "mtp-train" / f"{file.stem}-{digest}"
     if not target.is_dir():
         types = {one.tensor_type for one in model.tensors.values()}
@@ -290,8 +302,12 @@ def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
 def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from mtp_train.upstream.transformers_private import unpacking_gguf_in_fp32
+
     with new_directory(target, what="the dequantised checkpoint") as directory:
-        tokenizer, trunk = _read(model, AutoTokenizer), _read(model, AutoModelForCausalLM, dtype=dtype)
+        tokenizer = _read(model, AutoTokenizer)
+        with unpacking_gguf_in_fp32():
+            trunk = _read(model, AutoModelForCausalLM, dtype=dtype)
         # transformers keeps the file's quantisation in the config, and then refuses to save.
         trunk.config.__dict__.pop("quantization_config", None)
         trunk.is_quantized, trunk.hf_quantizer = False, None
@@ -361,7 +377,7 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
         offsets_R = draft.read(OFFSETS_KEY)
         # Its readers want the tokens themselves.
         tensors.append(held_tensor("d2t", "I64", offsets_R + torch.arange(len(offsets_R))))
-    writer = gguf.GGUFWriter(path, DRAFT_ARCH)
+    writer = _CopyWriter(path, DRAFT_ARCH)
     writer.add_type(gguf.GGUFType.MODEL)
     for name, value in _draft_fields(config, trunk.num_layers).items():
         add_value(writer, name, value)

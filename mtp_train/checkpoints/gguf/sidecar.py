@@ -5,14 +5,9 @@ Tensors are computed from the checkpoint's, one block at a time.
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import functools
-import importlib.util
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -34,20 +29,10 @@ from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 
-GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q6_k", "q5_k", "q4_k", "iq4_xs", "iq4_nl", "q3_k", "q2_k"]
+GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+"""Types that the gguf package writes. K-quants are llama-quantize's: it takes the file of a head alone."""
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.I64: "int64"}
 """Of the types that a file holds as numbers; of others it holds bytes."""
-_BY_LLAMA_CPP = {
-    Stored.Q6_K: "Q6_K",
-    Stored.Q5_K: "Q5_K_S",
-    Stored.Q4_K: "Q4_K_S",
-    Stored.IQ4_XS: "IQ4_XS",
-    Stored.IQ4_NL: "IQ4_NL",
-    Stored.Q3_K: "Q3_K_S",
-    Stored.Q2_K: "Q2_K",
-}
-"""Types that the gguf package reads only, each with the type of a file of such tensors. Smaller IQ types need a matrix
-of the inputs' importance, which no tool measures for a head."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
@@ -77,8 +62,7 @@ def write_gguf(
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)
     _add_fields(writer, record, tensors, config)
-    name = _BY_LLAMA_CPP.get(Stored[kind.upper()], kind.upper())
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{name}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
     write_tensors(writer, tensors, kind, progress)
@@ -111,23 +95,20 @@ def write_tensors(
 
 def _add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
     stored = stored_type(tensor, kind)
-    if stored in _BY_LLAMA_CPP:
-        # Before a byte is written.
-        _quantiser()
     dtype = np.dtype(_CONTAINERS.get(stored, "uint8"))
     shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
     writer.add_tensor_info(tensor.key, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
 
 
 def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
-    """Return a tensor's storage type: fp32 for vectors, norms and routers, Q8_0 or f16 if rows do not fill blocks."""
+    """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill blocks."""
     if tensor.dtype == "I64":
         return Stored.I64
     vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
     if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
-    wanted = (Stored[kind.upper()], Stored.Q8_0, Stored.F16)
-    return next(stored for stored in wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0] == 0)
+    wanted = Stored[kind.upper()]
+    return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Stored.F16
 
 
 def _add_fields(
@@ -162,8 +143,6 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
     block = block.detach().float().contiguous()
     require_finite(name, block)
     values = block.numpy()
-    if stored in _BY_LLAMA_CPP:
-        return _by_llama_cpp(values, stored)
     # An overflow is reported below by tensor name, so numpy's warning is off.
     with np.errstate(over="ignore"):
         data: np.ndarray[Any, Any] = gguf.quants.quantize(values, stored)
@@ -172,38 +151,6 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
             f"{name}: holds {np.abs(values).max():.3g}, too large for f16; expected at most 65504. Use --gguf q8_0."
         )
     return data
-
-
-def _by_llama_cpp(values: np.ndarray[Any, Any], stored: Stored) -> np.ndarray[Any, Any]:
-    found = np.empty(gguf.quant_shape_to_byte_shape(values.shape, stored), np.uint8)
-    columns = values.shape[-1]
-    _quantiser()(stored, values.ctypes.data, found.ctypes.data, 0, values.size // columns, columns, None)
-    return found
-
-
-@functools.cache
-def _quantiser() -> Any:
-    """Return llama.cpp's function that quantises rows of fp32 numbers.
-
-    Raises:
-        CheckpointError: llama.cpp is not installed.
-    """
-    binary, package = shutil.which("llama-quantize"), importlib.util.find_spec("llama_cpp")
-    beside = [] if binary is None else [Path(binary).resolve().parent, Path(binary).resolve().parents[1] / "lib"]
-    if package is not None and package.origin is not None:
-        beside.append(Path(package.origin).with_name("lib"))
-    found = [str(path) for directory in beside for path in sorted(directory.glob("*ggml-base.*"))]
-    library = found[0] if found else ctypes.util.find_library("ggml-base")
-    if library is None:
-        raise CheckpointError(
-            "llama.cpp: its quantiser, the library ggml-base, is neither beside llama-quantize on PATH nor in the "
-            "package llama-cpp-python; expected it there for a head in K-quants or IQ4. pip install llama-cpp-python, "
-            "or use q8_0."
-        )
-    function = ctypes.CDLL(library).ggml_quantize_chunk
-    sizes, addresses = [ctypes.c_int64] * 3, [ctypes.c_void_p] * 2
-    function.argtypes, function.restype = [ctypes.c_int, *addresses, *sizes, ctypes.c_void_p], ctypes.c_size_t
-    return function
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: GgufHead, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,14 +34,20 @@ from mtp_train.checkpoints.native import exact_tensor, native_head_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
+from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.trunk.whole import first_of
 
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""
+_BLOCK = re.compile(r"^blk\.\d+\.")
 _BY_TOKEN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Matrices of a module with a row for every token."""
 RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
+_REPEATING = {
+    GGUF_HEADS[one].arch for family in FAMILIES if family.keys.shared for one in family.model_types if one in GGUF_HEADS
+}
+"""Architectures whose heads repeat their trunk's embedding and lm_head; llama.cpp reads the trunk's if they do not."""
 
 
 def graft_gguf_command(file: Path) -> str:
@@ -81,18 +88,40 @@ def missing_of_head(model: GgufModel) -> tuple[str, ...]:
 
 def problems_of_head(model: GgufModel) -> tuple[str, ...]:
     """Return what is wrong with a head, a phrase each: missing names, NaN, matrices of zeros, its vocabulary."""
-    missing, embedding = missing_of_head(model), model.tensors.get("token_embd.weight")
+    missing = missing_of_head(model)
     problems = [f"missing: {', '.join(missing)}"] if missing else []
+    if model.arch in RECORDS:
+        problems += _misfits(model, {name: torch_shape(one) for name, one in model.head.items()})
     for name, one in model.head.items():
         values = gguf.quants.dequantize(one.data, one.tensor_type)
         if not np.isfinite(values).all():
             problems.append(f"NaN or infinite values: {name}")
         elif name.endswith("nextn.eh_proj.weight") and not values.any():
             problems.append(f"all zeros: {name}")
-        elif name.endswith(_BY_TOKEN) and embedding is not None and len(values) != len(embedding.data):
-            of_all = f"{len(values)} of {len(embedding.data)} tokens"
-            problems.append(f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, {of_all}")
     return tuple(problems)
+
+
+def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return which tensors of a head, given with their shapes, llama.cpp does not load beside a trunk, a phrase each.
+
+    It expects the shapes of the trunk's blocks, and all tokens of the embedding.
+    """
+    own = [
+        (_BLOCK.sub("", key), _sizes(torch_shape(one))) for key, one in trunk.tensors.items() if key not in trunk.head
+    ]
+    own += [(name, sizes) for key, sizes in own if key == "token_embd.weight" for name in _BY_TOKEN]
+    known = dict(own)
+    problems = []
+    for name, shape in head.items():
+        key, sizes = _BLOCK.sub("", name), _sizes(shape)
+        if key in known and (key, sizes) not in own:
+            problems.append(f"{name} is {list(sizes)}, in the trunk {list(known[key])}")
+    return problems
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out sizes of 1: converters write the gate of a shared expert as a vector or as a row."""
+    return tuple(size for size in shape if size != 1)
 
 
 def graft_gguf(
@@ -111,8 +140,17 @@ def graft_gguf(
         )
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
-    names = [one.name if isinstance(one, ReaderTensor) else one.key for one in head]
-    new = [one for one, name in zip(head, names, strict=True) if name not in trunk.tensors or name in trunk.head]
+    named = {
+        (one.name, torch_shape(one)) if isinstance(one, ReaderTensor) else (one.key, one.shape): one for one in head
+    }
+    if trunk.arch in _REPEATING:
+        # They are the embedding and the lm_head of another trunk.
+        named = {key: one for key, one in named.items() if not key[0].endswith(_BY_TOKEN)}
+    if misfits := _misfits(trunk, dict(named.keys())):
+        raise CheckpointError(
+            f"{base}: {misfits[0]}; expected a head for {fine_tune}. Name the base that it was fine-tuned from."
+        )
+    new = [one for (name, _), one in named.items() if name not in trunk.tensors or name in trunk.head]
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 

@@ -91,7 +91,7 @@ def graft(
         fine_tune: The checkpoint without its head: a directory, a hub id, ``demo:NAME``, or a GGUF file.
         base: The checkpoint to take the head from, of the same trunk shape; for a GGUF file also one with a head.
         out: The new directory, or the new GGUF file.
-        head: Its storage in a GGUF file (K-quants and IQ4 need llama.cpp); None: Q8_0, or as BASE's file has it.
+        head: Its storage in a GGUF file; None: Q8_0, or as BASE's file has it.
         copy: Copy unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
@@ -110,6 +110,7 @@ def graft(
     base = str(base)
     progress = progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
+    _require_form(out, fine_tune)
     if is_gguf(fine_tune):
         files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
         return _in_gguf(files, fine_tune, base)
@@ -136,6 +137,16 @@ def graft(
     return WriteResult(
         out=out, content=content, trunk=equal, serves=serves, notes=notes, cure=probe_command(fine_tune, base)
     )
+
+
+def _require_form(out: Path, fine_tune: str) -> None:
+    """Refuse a name that would be taken for a file where a directory is written, or the other way round."""
+    if is_gguf(fine_tune) != is_gguf(out):
+        name = out.with_suffix("") if is_gguf(out) else out / f"{Path(fine_tune).stem}-mtp.gguf"
+        raise MtpError(
+            f"--out: {out}, for {fine_tune}; expected a .gguf file for a .gguf file, or directories. Use --out "
+            f"{shlex.quote(str(name))}."
+        )
 
 
 def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
@@ -255,7 +266,8 @@ def export(
         raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
-            raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
+            command = shlex.join(["mtp-train", "export", str(source), "--head-only", "--out", str(out)])
+            raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{command}'.")
         return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
