@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from mtp_train.heads.draft_model import (
     draft_plan,
     vocabulary_problem,
 )
+from mtp_train.heads.initial import INITIAL_NOTES, NEVER_TRAINED, UNTRAINED, Initial, initial_parts, norm_value
 from mtp_train.runs.checkpoint_tools.gguf_files import (
     RECORDS,
     graft_gguf_command,
@@ -61,6 +62,7 @@ Status = Literal[
     "damaged",
     "miswired",
     "foreign",
+    "untrained",
 ]
 SUGGESTED_DEPTH = 3
 _KEYS = ("missing_keys", "shape_errors", "dtype_errors")
@@ -116,6 +118,7 @@ class Inspection(Shown):
     - ``damaged``: see :attr:`problems`.
     - ``miswired``: a known wrong form of the base's head, or zeros.
     - ``foreign``: another kind of drafter, or MLX's layout.
+    - ``untrained``: matrices as drawn at random; norms as before any training, or the base's.
     """
     head: HeadDiagnosis
     """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
@@ -238,14 +241,18 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     weights = _weights_of(checkpoint, layout, progress)
     comparable = diagnosis.comparable and not weights["non_finite_keys"]
     difference = zero_head(checkpoint, layout) if comparable else None
+    initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
     if base is not None:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
-            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
+            theirs = layout_of(base)
+            difference = difference or compare_heads(checkpoint, layout, base, theirs, norm_value(checkpoint))
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
-    status = _head_status(diagnosis, problems, base_head, difference)
+    if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
+        initial |= {"norms"}
+    status = _head_status(diagnosis, problems, base_head, difference, untrained=initial == UNTRAINED)
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     found = Inspection(
         checkpoint=str(checkpoint.path),
@@ -260,7 +267,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         problems=problems,
         serves={},
         runs_here="yes" if unread is None else f"no: {unread}",
-        note=_note(checkpoint),
+        note="; ".join(_notes(checkpoint, initial, compared=difference is not None or not comparable)) or None,
     )
     return replace(found, serves=_serving(found, checkpoint), cure=_find_cure(found, checkpoint, base))
 
@@ -275,6 +282,7 @@ def _head_status(
     problems: Sequence[str],
     base_has_head: bool = False,
     difference: HeadDifference | None = None,
+    untrained: bool = False,
 ) -> Status:
     """Return the status of a head. That it is missing or incomplete comes before the problems of its checkpoint."""
     is_miswired = difference is not None and bool(difference.keys)
@@ -288,6 +296,8 @@ def _head_status(
         return "partial"
     if problems:
         return "damaged"
+    if untrained:
+        return "untrained"
     if is_miswired:
         return "miswired"
     if diagnosis.quantised:
@@ -309,21 +319,25 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     return TrunkChange(changed / len(shared), largest)
 
 
-def _note(checkpoint: Checkpoint) -> str | None:
-    """Return the sentence about an output matrix of fewer tokens; None without one."""
+def _notes(checkpoint: Checkpoint, initial: Initial, *, compared: bool) -> Iterator[str]:
+    """Yield phrases about an output matrix of fewer tokens, and about what the head's tensors leave open."""
     reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
-    if not reduced:
-        return None
-    return (
-        f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, and "
-        "others with the whole lm_head; it stays as it is, and is not grafted"
-    )
+    if reduced:
+        yield (
+            f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, "
+            "and others with the whole lm_head; it stays as it is, and is not grafted"
+        )
+    if initial in INITIAL_NOTES:
+        yield INITIAL_NOTES[initial]
+    if not compared:
+        yield "the head's wiring was not checked: swapped halves and shifted norms show beside the base's (--base)"
 
 
 def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
-    if found.problems or found.status == "miswired":
-        reason = found.problems[0] if found.problems else found.head_difference
+    if found.problems or found.status in ("miswired", "untrained"):
+        reason = NEVER_TRAINED if found.status == "untrained" else str(found.head_difference)
+        reason = found.problems[0] if found.problems else reason
         return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
     if found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
@@ -379,6 +393,9 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
     problems = found.problems
     if found.trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
+    if status == "untrained":
+        at_hand = base is not None and diagnose_head(base).complete and initial_parts(base) != UNTRAINED
+        return suggestions.graft_command(path, donor) if at_hand else suggestions.retrain_own_command(path)
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
         moved = found.trunk_changed is not None and found.trunk_changed.share_of_tensors > 0
