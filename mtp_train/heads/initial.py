@@ -83,14 +83,14 @@ def _all_drawn(matrices: Iterable[PendingTensor]) -> bool:
     some = False
     for one in matrices:
         block = next(iter(one.blocks()))
-        drawn = _is_drawn((block[0] if block.ndim > 2 else block)[:_ROWS].float())
+        drawn = is_drawn((block[0] if block.ndim > 2 else block)[:_ROWS].float())
         if drawn is False:
             return False
         some = some or drawn is True
     return some
 
 
-def _is_drawn(block_MN: Tensor) -> bool | None:
+def is_drawn(block_MN: Tensor) -> bool | None:
     """Return whether the entries of a matrix look drawn independently; None for zeros, which start as zeros too."""
     size = block_MN.square().mean().sqrt()
     if not size:
@@ -113,5 +113,5 @@ def require_trained_head(checkpoint: Checkpoint) -> None:
     if zero is not None or initial_parts(checkpoint) == UNTRAINED:
         raise CheckpointError(
             f"{checkpoint.path}: {NEVER_TRAINED if zero is None else f'its head drafts nothing, {zero}'}; expected a "
-            f"trained head. This prints the command that repairs it: {inspect_command(str(checkpoint.path))}"
+            f"trained head. The command that repairs it is printed by {inspect_command(str(checkpoint.path))}."
         )
