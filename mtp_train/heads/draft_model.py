@@ -75,11 +75,22 @@ class DraftModel:
 
     @property
     def num_drafted(self) -> int | None:
-        """R, as the config declares it; None for a model without an output matrix."""
-        if not self.format.has_output:
-            return None
+        """R, as the config declares it; None for a model without an output matrix, which drafts with the trunk's."""
+        return None if self.borrows_output or not self.format.has_output else self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
         field = self.format.drafted_field
         return self.number(field if field is not None and self.config.get(field) else "vocab_size")
+
+    @cached_property
+    def borrows_output(self) -> bool:
+        """Whether an EAGLE-3 draft of the whole vocabulary leaves its lm_head to the trunk, as engines allow."""
+        if not self.format.draft_vocab or OUTPUT_KEY in self.checkpoint.tensors:
+            return False
+        tokens_R = _drafted_tokens(self.checkpoint)
+        in_order = tokens_R is None or torch.equal(tokens_R, torch.arange(len(tokens_R)))
+        return in_order and self._num_rows == self.number("vocab_size")
 
     def number(self, name: str) -> int:
         found = self.config.get(name)
@@ -222,6 +233,15 @@ def vocabulary_problem(draft: DraftModel) -> str | None:
     least, most = int(tokens_R.min()), int(tokens_R.max())
     if least < 0 or most >= draft.number("vocab_size"):
         return f"{key} maps rows to tokens {least} to {most}; expected tokens below {draft.number('vocab_size')}"
+    tokens = {*tokens_R.tolist()}
+    if len(tokens) < num_rows:
+        return f"{key} maps {num_rows} rows to {len(tokens)} tokens; expected another token for each row"
+    flags_V = checkpoint.read(CHOSEN_KEY) if CHOSEN_KEY in checkpoint.tensors else torch.empty(0)
+    # Other numbers than flags have no meaning that we know.
+    if len(flags_V) and {*flags_V.unique().tolist()} <= {0, 1}:
+        odd = tokens ^ {*flags_V.nonzero().flatten().tolist()}
+        if odd:
+            return f"{key} and {CHOSEN_KEY} choose other tokens ({min(odd)}, {len(odd)} in all); expected the same ones"
     return None
 
 

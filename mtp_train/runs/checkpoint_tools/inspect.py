@@ -464,6 +464,10 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         serves = dict.fromkeys(draft_engines(name, ""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
         serves = engine_commands(of_kind(trunk.family, name).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
+    if draft.borrows_output:
+        serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}
+        if draft.config.get("draft_vocab_size") is not None:
+            serves |= {"sglang": "no: uses the trunk's lm_head only without draft_vocab_size in config.json"}
     return _inspect_drafter(
         draft.checkpoint,
         diagnosis,
