@@ -194,11 +194,13 @@ def require_same_trunk_shape(
             "that the fine-tune came from. Point at that base."
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
-    missing = trunk_modules(ours) ^ trunk_modules(theirs)
+    own = trunk_modules(ours)
+    missing = own ^ trunk_modules(theirs)
     if missing:
+        lacking, other = (base, finetune) if min(missing) in own else (finetune, base)
         raise CheckpointError(
-            f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected the "
-            "same trunk. Point at the base that the fine-tune came from."
+            f"{lacking.path}: lacks trunk module {min(missing)}, which {other.path} has; expected the same trunk. If "
+            "it lost weights, restore its files; else point at the base that the fine-tune came from."
         )
     wiring = finetune.family.wiring
     for name in sorted(ours.keys() & theirs.keys()):

@@ -65,6 +65,7 @@ Status = Literal[
     "untrained",
 ]
 SUGGESTED_DEPTH = 3
+_WITHOUT_HEAD = ("declared_but_missing", "stripped", "none", "partial")
 _KEYS = ("missing_keys", "shape_errors", "dtype_errors")
 
 
@@ -170,12 +171,12 @@ class Inspection(Shown):
     def _rows(self) -> list[tuple[str, str]]:
         head, trunk, change = self.head, self.trunk, self.trunk_changed
         found = {
+            "trunk missing": trunk.missing_keys,
             "missing": head.missing_keys,
             "unexpected": head.unexpected_keys,
             "shape": head.shape_errors,
             "dtype": head.dtype_errors,
             "under other names": head.other_names,
-            "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
             "NaN or infinite": self.non_finite_keys,
@@ -242,17 +243,20 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     comparable = diagnosis.comparable and not weights["non_finite_keys"]
     difference = zero_head(checkpoint, layout) if comparable else None
     initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
-    if base is not None:
+    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
+    if base is not None and not trunk.missing_keys:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
             theirs = layout_of(base)
             difference = difference or compare_heads(checkpoint, layout, base, theirs, norm_value(checkpoint))
-    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
     if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
         initial |= {"norms"}
     status = _head_status(diagnosis, problems, base_head, difference, untrained=initial == UNTRAINED)
+    if trunk.missing_keys and status in _WITHOUT_HEAD:
+        # The weights that are gone come first: the head may be among them.
+        status = "damaged"
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     found = Inspection(
         checkpoint=str(checkpoint.path),
@@ -284,7 +288,7 @@ def _head_status(
     difference: HeadDifference | None = None,
     untrained: bool = False,
 ) -> Status:
-    """Return the status of a head. That it is missing or incomplete comes before the problems of its checkpoint."""
+    """Return the status of a head. That it is missing or incomplete comes before other problems of its checkpoint."""
     is_miswired = difference is not None and bool(difference.keys)
     if diagnosis.foreign is not None:
         return "foreign"

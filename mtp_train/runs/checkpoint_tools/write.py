@@ -117,8 +117,9 @@ def graft(
         )
     trunk, donor = open_location(fine_tune), open_location(base)
     refuse_existing(out, what="the checkpoint")
-    plan = graft_plan(trunk, donor, "auto")
+    # First: a trunk that lost weights is of another shape than its base.
     require_whole_trunk(trunk)
+    plan = graft_plan(trunk, donor, "auto")
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
     require_trained_head(donor)
