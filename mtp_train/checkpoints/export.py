@@ -294,6 +294,9 @@ def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any]
     text_config = nested if isinstance(nested, dict) else config
     for name, value in fields.items():
         (config if name == source.family.declaration.section else text_config)[name] = value
+        if name == source.family.declaration.count and name in config:
+            # A second declaration, which some engines read.
+            config[name] = value
     return config
 
 

@@ -197,9 +197,9 @@ def require_same_trunk_shape(
     own = trunk_modules(ours)
     missing = own ^ trunk_modules(theirs)
     if missing:
-        lacking, other = (base, finetune) if min(missing) in own else (finetune, base)
+        lacking, whole = (base, finetune) if min(missing) in own else (finetune, base)
         raise CheckpointError(
-            f"{lacking.path}: lacks trunk module {min(missing)}, which {other.path} has; expected the same trunk. If "
+            f"{lacking.path}: lacks trunk module {min(missing)}, which {whole.path} has; expected the same trunk. If "
             "it lost weights, restore its files; else point at the base that the fine-tune came from."
         )
     wiring = finetune.family.wiring

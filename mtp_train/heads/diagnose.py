@@ -54,6 +54,8 @@ class HeadDiagnosis:
     """Stored keys of a complete head under other names than its family's, in a checkpoint without a head."""
     foreign: str | None = None
     """What shows that the blocks under the head's prefixes are those of another kind of drafter; None for a head."""
+    conflict: str | None = None
+    """Declarations in config.json that differ from one another, of which engines read one or the other."""
 
     @property
     def complete(self) -> bool:
@@ -258,6 +260,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         unnamed_in=unnamed,
         other_names=() if found or unnamed else head_under_other_names(checkpoint, needed),
         foreign=foreign_drafter(checkpoint, found),
+        conflict=layout.family.conflicting_counts(checkpoint.config),
     )
 
 

@@ -111,7 +111,7 @@ class Inspection(Shown):
 
     - ``healthy``: declared, present and complete.
     - ``declared_but_missing``: the config declares a head whose tensors are gone.
-    - ``undeclared``: head tensors without a declaration.
+    - ``undeclared``: head tensors without a declaration, or with two that differ.
     - ``partial``: keys are missing.
     - ``quantised``: packed in a form that is not read here.
     - ``stripped``: no head, but the base has one.
@@ -293,7 +293,7 @@ def _head_status(
     if diagnosis.foreign is not None:
         return "foreign"
     if not diagnosis.found_keys:
-        if diagnosis.declared_modules:
+        if diagnosis.declared_modules or diagnosis.conflict:
             return "declared_but_missing"
         return "stripped" if base_has_head else "none"
     if not (diagnosis.complete or diagnosis.quantised or is_miswired):
@@ -306,7 +306,8 @@ def _head_status(
         return "miswired"
     if diagnosis.quantised:
         return "quantised"
-    return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
+    declared = diagnosis.declared_modules == diagnosis.present_modules and diagnosis.conflict is None
+    return "healthy" if declared else "undeclared"
 
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
@@ -349,7 +350,9 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
     if found.status != "healthy":
         reason = {
-            "undeclared": "no: the head is there but config.json does not declare it",
+            "undeclared": "no: the head is there but config.json does not declare it"
+            if found.head.conflict is None
+            else f"no: config.json declares {found.head.conflict}, and engines read one or the other",
             "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
         }.get(found.status, f"no: {found.head.describe()}")
         return dict.fromkeys(checkpoint.family.serving, reason)
