@@ -187,7 +187,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         )
     _require_same_size(draft, trunk)
     _require_same_embedding(draft, trunk)
-    problem = vocabulary_problem(draft)
+    problem = values_problem(draft)
     if problem is not None:
         raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
     family = draft.family(trunk.family)
@@ -216,7 +216,17 @@ def _map_key(checkpoint: Checkpoint) -> str | None:
     return next((key for key in (TOKENS_KEY, OFFSETS_KEY) if key in checkpoint.tensors), None)
 
 
-def vocabulary_problem(draft: DraftModel) -> str | None:
+def values_problem(draft: DraftModel) -> str | None:
+    """Return what is wrong with the values of a complete draft model, as a phrase: zeros, or its map of tokens."""
+    checkpoint = draft.checkpoint
+    matrices = [key for key, info in checkpoint.tensors.items() if len(info.shape) > 1 and key not in _BESIDE]
+    # Medusa's blocks start as zeros, and add to the trunk's state.
+    if not draft.kind.parallel and not any(block.any() for key in matrices for block in checkpoint.read_in_blocks(key)):
+        return f"all {len(matrices)} matrices are zero; expected a trained {draft.title}"
+    return _vocabulary_problem(draft)
+
+
+def _vocabulary_problem(draft: DraftModel) -> str | None:
     """Return what is wrong with the map from rows of the output matrix to tokens, as a phrase; None for a sound map."""
     checkpoint, num_rows = draft.checkpoint, draft.num_drafted
     key = _map_key(checkpoint)

@@ -44,6 +44,10 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
         r"d2t and t2d choose other tokens \(1, 12 in all\)",
     ),
     "a mask of nothing": (lambda all: all["t2d"].zero_(), r"choose other tokens \(0, 9 in all\)"),
+    "zeros": (
+        lambda all: all.update({key: torch.zeros_like(value) for key, value in all.items() if value.ndim > 1}),
+        "all 8 matrices are zero; expected a trained EAGLE-3 draft model",
+    ),
     "missing": (lambda all: all.pop("d2t"), "no d2t for 9 of 67 tokens; expected an offset for each row"),
 }
 

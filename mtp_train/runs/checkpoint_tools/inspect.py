@@ -37,7 +37,7 @@ from mtp_train.heads.draft_model import (
     diagnose_draft,
     draft_model,
     draft_plan,
-    vocabulary_problem,
+    values_problem,
 )
 from mtp_train.heads.initial import INITIAL_NOTES, NEVER_TRAINED, UNTRAINED, Initial, initial_parts, norm_value
 from mtp_train.runs.checkpoint_tools.gguf_files import (
@@ -464,7 +464,7 @@ def _inspect_assistant(
 def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
     """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both."""
     diagnosis, name = diagnose_draft(draft), draft.kind.name
-    problem = vocabulary_problem(draft) if diagnosis.complete else None
+    problem = values_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
     if trunk is None:
