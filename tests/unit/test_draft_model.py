@@ -140,8 +140,9 @@ def test_a_draft_of_the_whole_vocabulary_may_borrow_the_trunk_s_lm_head(
     assert len(plan.head.tensors) == len(written.artifact.head.tensors)
 
 
-def test_a_draft_of_a_part_of_the_vocabulary_needs_an_lm_head(tmp_path: Path) -> None:
-    written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
+@pytest.mark.parametrize("vocab", [CHOSEN, torch.arange(9, dtype=torch.int32)])
+def test_a_draft_of_a_part_of_the_vocabulary_needs_an_lm_head(vocab: Tensor, tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", vocab)
     written.write()
     rewrite(written.out, lambda all: all.pop("lm_head.weight"))
     assert inspect(written.out).head.missing_keys == ("lm_head.weight",)
