@@ -100,6 +100,7 @@ def test_two_declarations_that_differ_are_named_and_cured(other: int, tmp_path: 
     )
     assert inspect(paste(found.cure)).status == "healthy"
     declare(finetune, mtp_num_hidden_layers=other)
+    set_fields(finetune, {"mtp_num_hidden_layers": 3 - other})
     found = inspect(finetune, base)
     assert found.status == "declared_but_missing"
     assert inspect(paste(found.cure)).status == "healthy"
