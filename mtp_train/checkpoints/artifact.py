@@ -162,7 +162,7 @@ def load_artifact(path: Path) -> Artifact:
         num_modules=written.num_modules,
         num_depths=written.num_depths,
         convention=written.convention,
-        head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields),
+        head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields, trained=True),
         notes=written.notes,
         draft_vocab=None if written.draft_vocab is None else _stored(path / VOCAB_FILE).read(VOCAB_KEY),
         output=_load_output(path / OUTPUT_FILE),

@@ -36,7 +36,7 @@ from mtp_train.checkpoints.files import (
     source_files,
 )
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead, shared_tensors, stored_tensor
+from mtp_train.checkpoints.native import NativeHead, marked, shared_tensors, stored_tensor
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
     leave_alone,
@@ -45,6 +45,7 @@ from mtp_train.checkpoints.quantised import (
     unmatched_by_sglang,
 )
 from mtp_train.checkpoints.writing import (
+    PLAIN,
     PendingTensor,
     full_disk_is_named,
     new_directory,
@@ -96,9 +97,10 @@ def write_checkpoint(
             if name not in changed:
                 place_file(file, target, link)
             elif tensors := _shard_tensors(source, name, placed):
-                write_safetensors(target, tensors, read_metadata(file))
-        if placed.additions:
-            write_safetensors(directory / placed.shard, placed.additions)
+                kept = read_metadata(file)
+                write_safetensors(target, tensors, kept if head is None else marked(kept, head))
+        if head is not None and placed.additions:
+            write_safetensors(directory / placed.shard, placed.additions, marked(PLAIN, head))
         for name, replacement in merge.files.items():
             if replacement is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
@@ -160,7 +162,7 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     with full_disk_is_named(source.path, what="the head"):
         try:
             temporary.unlink(missing_ok=True)
-            write_safetensors(temporary, placed.additions)
+            write_safetensors(temporary, placed.additions, marked(PLAIN, head))
             if has_earlier:
                 # llama.cpp's converter would read it after the new shard, and keep its tensors.
                 earlier.unlink()
@@ -189,7 +191,7 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     documents = patched_documents(source, layout, head)
     files = source_files(source)
     with new_directory(out, what="the head") as directory:
-        write_safetensors(directory / SINGLE_FILE, tensors)
+        write_safetensors(directory / SINGLE_FILE, tensors, marked(PLAIN, head))
         for file in files:
             kept = file.parent == source.path and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE
             if kept and file.name not in documents:
@@ -316,6 +318,9 @@ def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any]
     text_config = nested if isinstance(nested, dict) else config
     for name, value in fields.items():
         (config if name == source.family.declaration.section else text_config)[name] = value
+        if name == source.family.declaration.count and name in config:
+            # A second declaration, which some engines read.
+            config[name] = value
     return config
 
 

@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, read_metadata
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
@@ -45,6 +46,23 @@ class NativeHead:
     tensors: tuple[PendingTensor, ...]
     shared_keys: tuple[str, ...]
     config_fields: Mapping[str, Any]
+    trained: bool = False
+    """Whether it was trained here: what is written with it says so in its metadata."""
+
+
+_TRAINED = "mtp_train.head"
+"""Field in the metadata of a file with a head that was trained here."""
+
+
+def marked(metadata: Mapping[str, str], head: NativeHead) -> dict[str, str]:
+    """Return the metadata of a file of weights with the mark of a trained head, or without."""
+    others = {name: value for name, value in metadata.items() if name != _TRAINED}
+    return others | ({_TRAINED: "trained"} if head.trained else {})
+
+
+def is_marked(file: Path) -> bool:
+    # A file is gone where a model was saved over its base.
+    return file.is_file() and _TRAINED in read_metadata(file)
 
 
 def head_config_fields(source: Checkpoint) -> dict[str, Any]:
@@ -102,6 +120,7 @@ def native_head_of(
         tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
         shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
         config_fields=head_config_fields(source),
+        trained=any(is_marked(source.path / file) for file in {source.tensors[key].file for key in own}),
     )
 
 
@@ -175,11 +194,13 @@ def require_same_trunk_shape(
             "that the fine-tune came from. Point at that base."
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
-    missing = trunk_modules(ours) ^ trunk_modules(theirs)
+    own = trunk_modules(ours)
+    missing = own ^ trunk_modules(theirs)
     if missing:
+        lacking, whole = (base, finetune) if min(missing) in own else (finetune, base)
         raise CheckpointError(
-            f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected the "
-            "same trunk. Point at the base that the fine-tune came from."
+            f"{lacking.path}: lacks trunk module {min(missing)}, which {whole.path} has; expected the same trunk. If "
+            "it lost weights, restore its files; else point at the base that the fine-tune came from."
         )
     wiring = finetune.family.wiring
     for name in sorted(ours.keys() & theirs.keys()):

@@ -42,6 +42,12 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
     return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
 
 
+def retrain_own_command(checkpoint: str) -> str:
+    """Return the command that trains a checkpoint's own head from where it is, without a probe, which needs a trained
+    one."""
+    return f"{retrain_command(checkpoint, checkpoint)} --set train.max_steps=500"
+
+
 def probe_command(finetune: str, base: str) -> str:
     """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
     return f"mtp-train probe {shlex.quote(finetune)} --from {shlex.quote(base)}"

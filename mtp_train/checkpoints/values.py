@@ -96,6 +96,8 @@ _FAR = 0.3
 _NEARER = 0.5
 """The form counts if the tensor is this much nearer to it than to the base's own tensor: a head may have been trained
 before or after it got the form."""
+_UNRELATED = 0.02
+"""The largest share of the base's head that matrices contain which were not made from it; less for rounding alone."""
 _SHIFT_RMS = 0.1
 """How far a norm's weights may be from the base's weights plus or minus one."""
 _SCALE, _SCALE_REST = 0.02, 0.01
@@ -107,15 +109,19 @@ less than training."""
 class HeadDifference:
     """How the head of a checkpoint differs from the head of its base."""
 
-    kind: Literal["equal", "retrained"] | WrongForm
+    kind: Literal["equal", "retrained", "unrelated"] | WrongForm
     relative_change: float | None = None
     """``norm(new - old) / norm(old)`` over all tensors of the head; None without a base."""
     keys: Mapping[WrongForm, Sequence[str]] = field(default_factory=dict)
-    """Tensors in a wrong form; empty for a head that is equal or retrained."""
+    """Tensors in a wrong form; empty for a head that is equal, retrained or unrelated."""
+    same_norms: bool = False
+    """Whether all vectors are the base's, whatever the matrices are."""
 
     def __str__(self) -> str:
         if self.kind == "equal":
             return "equal to the base's"
+        if self.kind == "unrelated":
+            return f"has nothing of the base's{', but its norms' if self.same_norms else ''}: correlation near 0"
         if self.kind == "retrained":
             return f"differs from the base's by {self.relative_change:.2g} (relative)"
         return "; ".join(
@@ -145,13 +151,17 @@ def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | No
 
 
 def compare_heads(
-    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
+    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout, norm_value: float
 ) -> HeadDifference | None:
     """Compare the head of a checkpoint with its base's; None where the two store other tensors.
 
     Matrices may have swapped axes. Every tensor is read once, and once more as a whole where it is far from the base's.
+
+    Args:
+        norm_value: The stored weight of a norm before training, which is no wrong form: 0 where norms multiply by
+            1 + w.
     """
-    change = size = 0.0
+    change = size = inner = moved_norms = 0.0
     wrong: dict[WrongForm, list[str]] = {}
     for old in native_head_of(base, base_layout, layout).tensors:
         if old.key not in checkpoint.tensors:
@@ -160,7 +170,13 @@ def compare_heads(
         if new.shape == old.shape:
             moved = squared_change(new.parts(), old.parts())
             change, size = change + moved[0], size + moved[1]
-            form = _wrong_form(*moved, new, old, projection=_is_projection(layout, old.key))
+            own = squared_change(new.parts(), new.parts())[1] if moved[0] else moved[1]
+            is_vector = len(old.shape) < 2
+            moved_norms += moved[0] * is_vector
+            inner += (own + moved[1] - moved[0]) / 2 * (not is_vector)
+            form = None
+            if not (is_vector and bool((new.load() == norm_value).all())):
+                form = _wrong_form(*moved, own, new, old, projection=_is_projection(layout, old.key))
         elif new.shape == old.shape[::-1] and _distance(new.load().T, old.load()) < _NEARER:
             form = "transposed"
         else:
@@ -171,15 +187,16 @@ def compare_heads(
     if wrong:
         ordered = {form: tuple(wrong[form]) for form in _WORDS if form in wrong}
         return HeadDifference(next(iter(ordered)), relative, ordered)
+    if change and abs(inner) < _UNRELATED * size:
+        return HeadDifference("unrelated", relative, same_norms=not moved_norms)
     return HeadDifference("retrained" if change else "equal", relative)
 
 
 def _wrong_form(
-    change: float, size: float, new: PendingTensor, old: PendingTensor, *, projection: bool
+    change: float, size: float, own: float, new: PendingTensor, old: PendingTensor, *, projection: bool
 ) -> WrongForm | None:
     if not change or not size:
         return None
-    _, own = squared_change(new.parts(), new.parts())
     if not own:
         return "zero"
     if len(old.shape) < 2:

@@ -81,9 +81,11 @@ def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_safetensors(
-    path: Path, tensors: Sequence[PendingTensor], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
-) -> None:
+PLAIN = MappingProxyType({"format": "pt"})
+"""The metadata that loaders expect."""
+
+
+def write_safetensors(path: Path, tensors: Sequence[PendingTensor], metadata: Mapping[str, str] = PLAIN) -> None:
     """Write a new safetensors file, with one block of a tensor in memory at a time, and flush it to disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0

@@ -429,6 +429,18 @@ class Family:
             fields[declared.repeated_as] = num_modules
         return fields
 
+    def conflicting_counts(self, config: RawConfig) -> str | None:
+        """Return the declarations of a raw config, as a phrase, where they differ; None otherwise."""
+        declared, text_config = self.declaration, raw_text_config(config)
+        places = {"": config, "text_config.": text_config, f"{declared.section}.": config.get(declared.section or "")}
+        found = {
+            f"{place}{name}": fields[name]
+            for place, fields in places.items()
+            for name in (declared.count, declared.repeated_as)
+            if name is not None and isinstance(fields, Mapping) and fields.get(name) is not None
+        }
+        return " and ".join(f"{at} = {number}" for at, number in found.items()) if len({*found.values()}) > 1 else None
+
     def declared_modules(self, config: RawConfig) -> int:
         """Return the number of head modules that a raw config declares, or that engines assume if it has no count."""
         declared = self.declaration

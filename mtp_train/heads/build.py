@@ -93,7 +93,7 @@ def graft_artifact_plan(
     tensors = tuple(replace(one, key=artifact.layout.renamed(one.key, layout)) for one in head.tensors)
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
-    template = NativeHead(tensors, shared, head.config_fields)
+    template = replace(head, tensors=tensors, shared_keys=shared)
     described = artifact.output, artifact.draft_config
     return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab, *described)
 
@@ -135,7 +135,7 @@ def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
     """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
     dtypes = {pending.key: pending.dtype for pending in plan.head.tensors}
     tensors = native_tensors(state, plan.layout, dtypes)
-    return NativeHead(tensors, plan.head.shared_keys, plan.head.config_fields)
+    return replace(plan.head, tensors=tensors, trained=True)
 
 
 def native_tensors(

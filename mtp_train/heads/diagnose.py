@@ -55,6 +55,8 @@ class HeadDiagnosis:
     """Stored keys of a complete head under other names than its family's, in a checkpoint without a head."""
     foreign: str | None = None
     """What shows that the blocks under the head's prefixes are those of another kind of drafter; None for a head."""
+    conflict: str | None = None
+    """Declarations in config.json that differ from one another, of which engines read one or the other."""
 
     @property
     def complete(self) -> bool:
@@ -140,6 +142,12 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
                 fused_experts=_has_fused_experts(checkpoint, layout),
                 lm_head_prefix=_lm_head_prefix(checkpoint, layout),
             )
+    lone = _lone_head_key(checkpoint, family)
+    if lone is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: an MTP head of {family.title} ({lone}) without a trunk; expected the checkpoint of a "
+            "trunk. Point at the complete checkpoint; with --from it, graft puts its head on a fine-tune."
+        )
     if "fc.weight" in checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.path}: tensors of an EAGLE draft model, while config.json declares "
@@ -150,6 +158,24 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
     raise CheckpointError(
         f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
     )
+
+
+def _lone_head_key(checkpoint: Checkpoint, family: Family) -> str | None:
+    """Return a stored key that only an MTP head has (a norm of its inputs), under its own name or without prefix."""
+    layers = checkpoint.text_config.get("num_hidden_layers")
+    layout = HeadLayout(family, family.keys.trunk_prefixes[0], layers if isinstance(layers, int) else 0)
+    named = {"trunk": layout.trunk_prefix, "layer": layout.num_hidden_layers, "module": 0}
+    own = [prefix.format(**named) for prefix in family.keys.head_prefixes]
+    # Some families number their modules after the prefix.
+    prefixes = ("", *own, *(f"{prefix}0." for prefix in own))
+    first_layer = tuple(f"{prefix}layers.0." for prefix in family.keys.trunk_prefixes)
+    if any(key.startswith(first_layer) for key in checkpoint.tensors):
+        return None
+    for key in checkpoint.tensors:
+        found = (layout.map_key(prefix + key) for prefix in prefixes)
+        if any(one is not None and one.ours.endswith(".embed_norm.weight") for one in found):
+            return key
+    return None
 
 
 def _lm_head_prefix(checkpoint: Checkpoint, layout: HeadLayout) -> str:
@@ -236,6 +262,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         unnamed_in=unnamed,
         other_names=() if found or unnamed else head_under_other_names(checkpoint, needed),
         foreign=foreign_drafter(checkpoint, found),
+        conflict=layout.family.conflicting_counts(checkpoint.config),
     )
 
 

@@ -75,11 +75,22 @@ class DraftModel:
 
     @property
     def num_drafted(self) -> int | None:
-        """R, as the config declares it; None for a model without an output matrix."""
-        if not self.format.has_output:
-            return None
+        """R, as the config declares it; None for a model without an output matrix, which drafts with the trunk's."""
+        return None if self.borrows_output or not self.format.has_output else self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
         field = self.format.drafted_field
         return self.number(field if field is not None and self.config.get(field) else "vocab_size")
+
+    @cached_property
+    def borrows_output(self) -> bool:
+        """Whether an EAGLE-3 draft of the whole vocabulary leaves its lm_head to the trunk, as engines allow."""
+        if not self.format.draft_vocab or OUTPUT_KEY in self.checkpoint.tensors:
+            return False
+        tokens_R = _drafted_tokens(self.checkpoint)
+        in_order = tokens_R is None or torch.equal(tokens_R, torch.arange(len(tokens_R)))
+        return in_order and self._num_rows == self.number("vocab_size")
 
     def number(self, name: str) -> int:
         found = self.config.get(name)
@@ -176,7 +187,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         )
     _require_same_size(draft, trunk)
     _require_same_embedding(draft, trunk)
-    problem = vocabulary_problem(draft)
+    problem = values_problem(draft)
     if problem is not None:
         raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
     family = draft.family(trunk.family)
@@ -205,7 +216,17 @@ def _map_key(checkpoint: Checkpoint) -> str | None:
     return next((key for key in (TOKENS_KEY, OFFSETS_KEY) if key in checkpoint.tensors), None)
 
 
-def vocabulary_problem(draft: DraftModel) -> str | None:
+def values_problem(draft: DraftModel) -> str | None:
+    """Return what is wrong with the values of a complete draft model, as a phrase: zeros, or its map of tokens."""
+    checkpoint = draft.checkpoint
+    matrices = [key for key, info in checkpoint.tensors.items() if len(info.shape) > 1 and key not in _BESIDE]
+    # Medusa's blocks start as zeros, and add to the trunk's state.
+    if not draft.kind.parallel and not any(block.any() for key in matrices for block in checkpoint.read_in_blocks(key)):
+        return f"all {len(matrices)} matrices are zero; expected a trained {draft.title}"
+    return _vocabulary_problem(draft)
+
+
+def _vocabulary_problem(draft: DraftModel) -> str | None:
     """Return what is wrong with the map from rows of the output matrix to tokens, as a phrase; None for a sound map."""
     checkpoint, num_rows = draft.checkpoint, draft.num_drafted
     key = _map_key(checkpoint)
@@ -222,6 +243,15 @@ def vocabulary_problem(draft: DraftModel) -> str | None:
     least, most = int(tokens_R.min()), int(tokens_R.max())
     if least < 0 or most >= draft.number("vocab_size"):
         return f"{key} maps rows to tokens {least} to {most}; expected tokens below {draft.number('vocab_size')}"
+    tokens = {*tokens_R.tolist()}
+    if len(tokens) < num_rows:
+        return f"{key} maps {num_rows} rows to {len(tokens)} tokens; expected another token for each row"
+    flags_V = checkpoint.read(CHOSEN_KEY) if CHOSEN_KEY in checkpoint.tensors else torch.empty(0)
+    # Other numbers than flags have no meaning that we know.
+    if len(flags_V) and {*flags_V.unique().tolist()} <= {0, 1}:
+        odd = tokens ^ {*flags_V.nonzero().flatten().tolist()}
+        if odd:
+            return f"{key} and {CHOSEN_KEY} choose other tokens ({min(odd)}, {len(odd)} in all); expected the same ones"
     return None
 
 

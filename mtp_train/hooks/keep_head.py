@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mtp_train.checkpoints.adapter import is_adapter, merge_command
 from mtp_train.checkpoints.export import add_in_place
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.native import NativeHead, native_head_of
+from mtp_train.checkpoints.native import native_head_of
 from mtp_train.checkpoints.suggestions import graft_command
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
@@ -149,6 +150,7 @@ class _SaveWithHead:
         directory = Path(save_directory)
         overwrites = is_main_process and directory.resolve() == self.base.path.resolve()
         held = _values(self.base) if overwrites else None
+        trained = self.trained is not None
         if is_main_process and self.trained is not None:
             held = self.trained()
         type(self.model).save_pretrained(self.model, save_directory, is_main_process, state_dict, **settings)
@@ -157,7 +159,7 @@ class _SaveWithHead:
         if not is_main_process or is_empty or not _holds_model(directory):
             return
         try:
-            put_head(directory, self.base, held)
+            put_head(directory, self.base, held, trained=trained)
             if overwrites:
                 self.base = open_checkpoint(directory)
         except (MtpError, OSError) as error:
@@ -165,7 +167,7 @@ class _SaveWithHead:
             logger.warning("%s: saved without its MTP head: %s To add it later: %s", directory, error, cure)
 
 
-def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = None) -> None:
+def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = None, *, trained: bool = False) -> None:
     """Add the base's head, or other ``values`` for it, to a saved checkpoint, unless it has a complete head."""
     saved = open_checkpoint(directory)
     if diagnose_head(saved).complete:
@@ -174,7 +176,7 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     head = plan.head
     if values is not None:
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
-        head = NativeHead(tuple(tensors), head.shared_keys, head.config_fields)
+        head = replace(head, tensors=tuple(tensors), trained=trained or head.trained)
     add_in_place(saved, plan.layout, head)
 
 

@@ -121,6 +121,8 @@ class HeadBeside(TrainerCallback):
         self.optimizer = torch.optim.AdamW(self.named.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.window = torch.zeros(2, num_depths, device=self.model.device)
         """Sums of loss and targets of each depth since the last log, shape (2, K)."""
+        self._targets = torch.zeros((), device=self.model.device)
+        """The number of targets since the last step."""
         self._arguments: dict[str, Any] = {}
         self._micro_batches = 0
         self._told = False
@@ -212,14 +214,21 @@ class HeadBeside(TrainerCallback):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._micro_batches += 1
         self.window += torch.stack([terms.sum_K.detach(), count_K])
+        self._targets += count_K.sum()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Any, **others: Any
     ) -> None:
         """Step the head's optimiser together with the model's, after all micro-batches."""
-        if not self._micro_batches and not self._told:
+        if not self._told and not self._targets:
             self._told = True
-            logger.warning("Step %d: no batch had a target for the head.", state.global_step + 1)
+            found = "labels of -100 alone" if self._micro_batches else "no input_ids, or images"
+            logger.warning(
+                "Step %d: no batch had a target for the head: %s. The head is not trained by such batches.",
+                state.global_step + 1,
+                found,
+            )
+        self._targets.zero_()
         parameters = list(self.named.values())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, same, set_fields
+from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from mtp_train.heads.diagnose import layout_of
 from runs import paste, tree
+from tiny import tiny_head, tiny_trunk
 
 Tensors = dict[str, Tensor]
 FC, NORM = "mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"
@@ -195,6 +197,23 @@ def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str,
     del renamed[next(iter(renamed))]
     save_file(trunk | renamed, file, {"format": "pt"})
     assert not inspect(other, base).head.other_names
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe", "mimo"])
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_head_without_a_trunk_is_called_one(bare: bool, family_name: str, tmp_path: Path) -> None:
+    """Also where its keys lost their prefix, and are then named like those of an EAGLE draft."""
+    path = save_with_head(tiny_trunk(family_name), tiny_head(tiny_trunk(family_name)), tmp_path / "whole")
+    layout = layout_of(open_checkpoint(path))
+    prefix = {"qwen3_5": "mtp.", "glm4_moe": "model.layers.3.", "mimo": "model.mtp_layers.0."}[family_name] * bare
+
+    def alone(tensors: Tensors) -> Tensors:
+        return {key.removeprefix(prefix): value for key, value in tensors.items() if layout.is_head_key(key)}
+
+    lone = with_tensors(path, tmp_path / "lone", alone)
+    for read in (lambda: inspect(lone), lambda: graft(path, lone, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"an MTP head of .* without a trunk; expected the checkpoint of a"):
+            read()
 
 
 def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved: Path, tmp_path: Path) -> None:

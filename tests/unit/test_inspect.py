@@ -8,7 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoints import base_and_finetune, rewrite, save_stripped, save_with_head, set_fields, shard
+from checkpoints import (
+    base_and_finetune,
+    rewrite,
+    save_stripped,
+    save_with_head,
+    set_fields,
+    shard,
+    wrap_as_vision_language,
+)
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
@@ -74,6 +82,33 @@ def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
     assert found.serves["vllm"] == "no: the head is there but config.json does not declare it"
     assert (found.cure or "").startswith("mtp-train export ")
     assert inspect(paste(found.cure)).status == "healthy"
+
+
+@pytest.mark.parametrize("other", [0, 3])
+def test_two_declarations_that_differ_are_named_and_cured(other: int, tmp_path: Path) -> None:
+    """At the top level of a vision-language model's config, and in its text config."""
+    base, finetune = (wrap_as_vision_language(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
+    assert inspect(base).status == "healthy"
+    declare(base, mtp_num_hidden_layers=1)
+    assert inspect(base).status == "healthy"
+    declare(base, mtp_num_hidden_layers=other)
+    found = inspect(base)
+    told = f"mtp_num_hidden_layers = {other} and text_config.mtp_num_hidden_layers = 1"
+    assert (found.status, found.serves["vllm"]) == (
+        "undeclared",
+        f"no: config.json declares {told}, and engines read one or the other",
+    )
+    assert inspect(paste(found.cure)).status == "healthy"
+    declare(finetune, mtp_num_hidden_layers=other)
+    set_fields(finetune, {"mtp_num_hidden_layers": 3 - other})
+    found = inspect(finetune, base)
+    assert found.status == "declared_but_missing"
+    assert inspect(paste(found.cure)).status == "healthy"
+
+
+def declare(path: Path, **fields: int) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -20,7 +20,7 @@ from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.hooks import train_beside
 from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
-from preserving import load, make_trainer
+from preserving import load, make_trainer, random_rows
 from tiny import FAMILY_NAMES
 
 
@@ -158,6 +158,10 @@ def test_a_model_in_bf16_trains_its_head_in_fp32(base: Path, tmp_path: Path) -> 
     assert not same(split(tmp_path / "out" / "checkpoint-1")[1], split(base)[1])
 
 
+SUCH = "The head is not trained by such batches."
+NO_TOKENS = f"no input_ids, or images. {SUCH}"
+
+
 def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, tmp_path: Path, caplog: Any) -> None:
     trainer = beside(base, tmp_path / "out")
     head = head_of(trainer)
@@ -168,8 +172,20 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
         head.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, optimizer=trainer.create_optimizer())
     assert all(map(torch.equal, head.native_values(), before))
     assert [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"] == [
-        "Step 1: no batch had a target for the head."
+        f"Step 1: no batch had a target for the head: {NO_TOKENS}"
     ]
+
+
+def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, caplog: Any) -> None:
+    """As a template without its assistant's turn masks them."""
+    trainer = beside(base, tmp_path / "out")
+    trainer.train_dataset = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in random_rows()]
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"]
+    assert told == [f"Step 1: no batch had a target for the head: labels of -100 alone. {SUCH}"]
+    caplog.clear()
+    beside(base, tmp_path / "labelled").train()
+    assert not [record for record in caplog.records if "target" in record.getMessage()]
 
 
 def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path) -> None:

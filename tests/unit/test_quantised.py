@@ -308,7 +308,7 @@ def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Pa
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
     changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
         "norm.weight is [32], in": lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}),
-        "trunk module layers.2.mlp.up_proj is either here or in": lambda tensors: tensors.pop(
+        f"{finetune}: lacks trunk module layers.2.mlp.up_proj, which {base} has": lambda tensors: tensors.pop(
             "model.layers.2.mlp.up_proj.weight"
         ),
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations import deepspeed
 
 from adapters import write_adapter
-from checkpoints import rewrite, set_fields
+from checkpoints import rewrite, save_stripped, set_fields
 from gguf_files import checkpoint_with_head
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.cli.main import main
@@ -23,6 +23,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
 from runs import document, paste, refusal
+from tiny import tiny_trunk
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]
@@ -136,15 +137,23 @@ def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture)
     assert document(["inspect", paste(cure)], capfd)["status"] == "healthy"
 
 
-def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd: Capture) -> None:
-    without(LAYER, *(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
-    found = document(["inspect", base], capfd)
-    assert found["status"] == "declared_but_missing"
-    assert found["trunk_missing_keys"] == [LAYER]
-    # A head does not cure it.
-    assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}"
-    graft = ["graft", base, "--from", base, "--out", f"{base}-mtp"]
-    assert "head" in refusal(graft, capfd)
+@pytest.mark.parametrize("lost", ["a tensor", "a layer"])
+def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
+    lost: str, saved: Path, base: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    layer_gone(base) if lost == "a layer" else without(LAYER)(base)
+    without(*(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
+    # The right base is not blamed, and a head does not cure it.
+    for argv in (["inspect", base], ["inspect", base, "--base", saved]):
+        found = document(argv, capfd)
+        assert (found["status"], found["present_modules"]) == ("damaged", 0)
+        assert found["problems"][0].startswith("trunk weights missing: model.layers.")
+        assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}"
+    assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", tmp_path / "out"], capfd)
+    # Of a base that lost weights, the base is named.
+    whole = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "whole")
+    message = refusal(["inspect", whole, "--base", base], capfd)
+    assert message.startswith(f"mtp-train: {base}: lacks trunk module layers.")
 
 
 @pytest.mark.parametrize(

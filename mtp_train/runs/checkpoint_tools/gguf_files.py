@@ -36,6 +36,7 @@ from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.initial import require_trained_head
 from mtp_train.trunk.whole import first_of
 
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
@@ -168,6 +169,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
     _require_fit(trunk, base, record.arch, shape)
     require_finite_checkpoint(donor, progress)
+    require_trained_head(donor)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
         progress.console.print(told, highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +44,9 @@ from mtp_train.heads.draft_model import (
     diagnose_draft,
     draft_model,
     draft_plan,
-    vocabulary_problem,
+    values_problem,
 )
+from mtp_train.heads.initial import INITIAL_NOTES, NEVER_TRAINED, UNTRAINED, Initial, initial_parts, norm_value
 from mtp_train.runs.checkpoint_tools.gguf_files import (
     RECORDS,
     graft_gguf_command,
@@ -68,8 +69,10 @@ Status = Literal[
     "damaged",
     "miswired",
     "foreign",
+    "untrained",
 ]
 SUGGESTED_DEPTH = 3
+_WITHOUT_HEAD = ("declared_but_missing", "stripped", "none", "partial")
 _KEYS = ("missing_keys", "shape_errors", "dtype_errors")
 
 
@@ -116,7 +119,7 @@ class Inspection(Shown):
 
     - ``healthy``: declared, present and complete.
     - ``declared_but_missing``: the config declares a head whose tensors are gone.
-    - ``undeclared``: head tensors without a declaration.
+    - ``undeclared``: head tensors without a declaration, or with two that differ.
     - ``partial``: keys are missing.
     - ``quantised``: packed in a form that is not read here.
     - ``stripped``: no head, but the base has one.
@@ -124,6 +127,7 @@ class Inspection(Shown):
     - ``damaged``: see :attr:`problems`.
     - ``miswired``: a known wrong form of the base's head, or zeros.
     - ``foreign``: another kind of drafter, or MLX's layout.
+    - ``untrained``: matrices as drawn at random; norms as before any training, or the base's.
     """
     head: HeadDiagnosis
     """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
@@ -177,12 +181,12 @@ class Inspection(Shown):
     def _rows(self) -> list[tuple[str, str]]:
         head, trunk, change = self.head, self.trunk, self.trunk_changed
         found = {
+            "trunk missing": trunk.missing_keys,
             "missing": head.missing_keys,
             "unexpected": head.unexpected_keys,
             "shape": head.shape_errors,
             "dtype": head.dtype_errors,
             "under other names": head.other_names,
-            "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
             "NaN or infinite": self.non_finite_keys,
@@ -251,14 +255,21 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     weights = _weights_of(checkpoint, layout, progress)
     comparable = diagnosis.comparable and not weights["non_finite_keys"]
     difference = zero_head(checkpoint, layout) if comparable else None
-    if base is not None:
+    initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
+    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
+    if base is not None and not trunk.missing_keys:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
-            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
-    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
+            theirs = layout_of(base)
+            difference = difference or compare_heads(checkpoint, layout, base, theirs, norm_value(checkpoint))
     problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
-    status = _head_status(diagnosis, problems, base_head, difference)
+    if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
+        initial |= {"norms"}
+    status = _head_status(diagnosis, problems, base_head, difference, untrained=initial == UNTRAINED)
+    if trunk.missing_keys and status in _WITHOUT_HEAD:
+        # The weights that are gone come first: the head may be among them.
+        status = "damaged"
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     found = Inspection(
         checkpoint=str(checkpoint.path),
@@ -273,7 +284,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         problems=problems,
         serves={},
         runs_here="yes" if unread is None else f"no: {unread}",
-        note=_note(checkpoint),
+        note="; ".join(_notes(checkpoint, initial, compared=difference is not None or not comparable)) or None,
     )
     return replace(found, serves=_serving(found, checkpoint), cure=_find_cure(found, checkpoint, base))
 
@@ -288,24 +299,28 @@ def _head_status(
     problems: Sequence[str],
     base_has_head: bool = False,
     difference: HeadDifference | None = None,
+    untrained: bool = False,
 ) -> Status:
-    """Return the status of a head. That it is missing or incomplete comes before the problems of its checkpoint."""
+    """Return the status of a head. That it is missing or incomplete comes before other problems of its checkpoint."""
     is_miswired = difference is not None and bool(difference.keys)
     if diagnosis.foreign is not None:
         return "foreign"
     if not diagnosis.found_keys:
-        if diagnosis.declared_modules:
+        if diagnosis.declared_modules or diagnosis.conflict:
             return "declared_but_missing"
         return "stripped" if base_has_head else "none"
     if not (diagnosis.complete or diagnosis.quantised or is_miswired):
         return "partial"
     if problems:
         return "damaged"
+    if untrained:
+        return "untrained"
     if is_miswired:
         return "miswired"
     if diagnosis.quantised:
         return "quantised"
-    return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
+    declared = diagnosis.declared_modules == diagnosis.present_modules and diagnosis.conflict is None
+    return "healthy" if declared else "undeclared"
 
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
@@ -322,21 +337,25 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     return TrunkChange(changed / len(shared), largest)
 
 
-def _note(checkpoint: Checkpoint) -> str | None:
-    """Return the sentence about an output matrix of fewer tokens; None without one."""
+def _notes(checkpoint: Checkpoint, initial: Initial, *, compared: bool) -> Iterator[str]:
+    """Yield phrases about an output matrix of fewer tokens, and about what the head's tensors leave open."""
     reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
-    if not reduced:
-        return None
-    return (
-        f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, and "
-        "others with the whole lm_head; it stays as it is, and is not grafted"
-    )
+    if reduced:
+        yield (
+            f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, "
+            "and others with the whole lm_head; it stays as it is, and is not grafted"
+        )
+    if initial in INITIAL_NOTES:
+        yield INITIAL_NOTES[initial]
+    if not compared:
+        yield "the head's wiring was not checked: swapped halves and shifted norms show beside the base's (--base)"
 
 
 def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
-    if found.problems or found.status == "miswired":
-        reason = found.problems[0] if found.problems else found.head_difference
+    if found.problems or found.status in ("miswired", "untrained"):
+        reason = NEVER_TRAINED if found.status == "untrained" else str(found.head_difference)
+        reason = found.problems[0] if found.problems else reason
         return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
     if found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
@@ -344,7 +363,9 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
     if found.status != "healthy":
         reason = {
-            "undeclared": "no: the head is there but config.json does not declare it",
+            "undeclared": "no: the head is there but config.json does not declare it"
+            if found.head.conflict is None
+            else f"no: config.json declares {found.head.conflict}, and engines read one or the other",
             "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
         }.get(found.status, f"no: {found.head.describe()}")
         return dict.fromkeys(checkpoint.family.serving, reason)
@@ -395,6 +416,9 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
     problems = found.problems
     if found.trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
+    if status == "untrained":
+        at_hand = base is not None and diagnose_head(base).complete and initial_parts(base) != UNTRAINED
+        return suggestions.graft_command(path, donor) if at_hand else suggestions.retrain_own_command(path)
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
         moved = found.trunk_changed is not None and found.trunk_changed.share_of_tensors > 0
@@ -472,13 +496,17 @@ def _inspect_assistant(
 def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
     """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both."""
     diagnosis, name = diagnose_draft(draft), draft.kind.name
-    problem = vocabulary_problem(draft) if diagnosis.complete else None
+    problem = values_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
     if trunk is None:
         serves = dict.fromkeys(draft_engines(name, ""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
         serves = engine_commands(of_kind(trunk.family, name).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
+    if draft.borrows_output:
+        serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}
+        if draft.config.get("draft_vocab_size") is not None:
+            serves |= {"sglang": "no: uses the trunk's lm_head only without draft_vocab_size in config.json"}
     return _inspect_drafter(
         draft.checkpoint,
         diagnosis,

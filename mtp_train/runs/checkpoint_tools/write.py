@@ -40,6 +40,7 @@ from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.initial import require_trained_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect
@@ -120,10 +121,12 @@ def graft(
         )
     trunk, donor = open_location(fine_tune), open_location(base)
     refuse_existing(out, what="the checkpoint")
-    plan = graft_plan(trunk, donor, "auto")
+    # First: a trunk that lost weights is of another shape than its base.
     require_whole_trunk(trunk)
+    plan = graft_plan(trunk, donor, "auto")
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
+    require_trained_head(donor)
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
@@ -431,6 +434,7 @@ def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
             f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
             "head. Use mtp-train graft to put the base's head back."
         )
+    require_trained_head(checkpoint)
     layout = layout_of(checkpoint)
     head = native_head_of(checkpoint, layout, layout, take=take)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
