@@ -111,8 +111,7 @@ class HeadBeside(TrainerCallback):
             self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
         if self.head.unroll != "recursive":
             num_depths = min(num_depths, len(self.head.blocks))
-        for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
-            module.requires_grad_(False)
+        self.head.freeze_unused(num_depths)
         # Keep peft's wrapper: the trunk detects an adapter by it.
         unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
         self.trunk = Trunk(unwrapped, base.family, is_view=True)

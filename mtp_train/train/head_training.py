@@ -85,9 +85,7 @@ class HeadTraining(nn.Module):
         # Before the first forward pass: states of shown layers are recorded during the pass.
         self.trunk.show_layers(head.trunk_layers)
         self.head = head
-        # Modules that no depth uses get no gradient, which data-parallel wrappers report as an error.
-        for module in set(head.blocks) - {head.module_for(depth) for depth in range(1, num_depths + 1)}:
-            module.requires_grad_(False)
+        head.freeze_unused(num_depths)
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature

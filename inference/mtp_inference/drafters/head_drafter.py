@@ -147,7 +147,7 @@ class _CachedDrafter(_HeadDrafter):
 
     def _store(self, depth: int) -> AttentionStore:
         stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
-        return stores[0 if self.head.unroll == "recursive" else depth - 1]
+        return stores[self.head.module_index(depth)]
 
 
 class _TextDrafter(_CachedDrafter):
