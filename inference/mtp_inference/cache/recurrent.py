@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, heads_first
-from mtp_inference.cache.rows import PlacedState, RowState
+from mtp_inference.cache.rows import PlacedState, RowState, places_from
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer, replacing
@@ -348,7 +348,7 @@ class RecurrentLayers(RowState):
         num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
         state_RHKV = state_LBHKV.flatten(0, 1)
         windows[0].joined(windows, state_RHKV).commit(num_kept_R, state_RHKV)
-        taken_RW = num_kept_R[:, None] + torch.arange(conv_LBWC.shape[2], device=new_LBNC.device)
+        taken_RW = places_from(num_kept_R, conv_LBWC.shape[2])
         kept_RWC = new_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
         conv_LBWC.copy_(kept_RWC.view_as(conv_LBWC))
 
