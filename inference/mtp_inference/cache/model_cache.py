@@ -66,13 +66,19 @@ class AttentionStore(CacheLayerMixin, PlacedState):
     """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
 
-    def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_rows: int, size: int, sliding_window: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         CacheLayerMixin.__init__(self)
         PlacedState.__init__(self, num_rows)
         self.size = size
         self.sliding_window = sliding_window
         self.buffer_dtype = dtype
-        self.kind = "full_attention" if sliding_window is None else "sliding_attention"
+
+    @property
+    def kind(self) -> str:
+        """The layer type, by which layers share a mask."""
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         heads = (self.num_rows, key_states.shape[1], self.size)
@@ -132,12 +138,9 @@ class IndexedStore(AttentionStore):
     (``mtp_train.families.mechanisms.key_pools``) with a slot for every position.
     """
 
+    kind = "indexed_attention"
     last_to_write = False
     needs_mask = True
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__(num_rows, size, None)
-        self.kind = "indexed_attention"
 
     @property
     def indexer_position_ids(self) -> None:
@@ -188,11 +191,8 @@ class BlockStore(IndexedStore):
     :meth:`update_positions`.
     """
 
+    kind = "full_attention"
     needs_mask = False
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__(num_rows, size)
-        self.kind = "full_attention"
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Write the window's indexer keys (B, 1, T, width); return the indexer keys in use, (B, 1, used, width)."""
@@ -298,14 +298,13 @@ class WindowCache(RowState, Cache):
         self.dtype = dtype
         stock = DynamicCache(config=config).layers
         super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])
-        # Layers of one kind share a mask.
         self._attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in self._attention if one.needs_mask}
         recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
         self.recurrent = RecurrentLayers(recurrent, num_rows, dtype)
         """The recurrent layers among the layers."""
-        stateless = [one for one in self.layers if type(one).__name__ == _STATELESS]
-        self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
+        converting = (AttentionStore, RecurrentStore)
+        self.converts = all(type(one) in converting or type(one).__name__ == _STATELESS for one in self.layers)
         """Whether windows may be computed in another dtype than the stored one."""
 
     def begin(self, window: Window) -> dict[str, Tensor | None]:
@@ -340,30 +339,28 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
-        window = getattr(layer, "sliding_window", None)
+        name, window = type(layer).__name__, getattr(layer, "sliding_window", None)
         # One more window than the layer attends to: writing a window must not overwrite keys that its first token
         # needs.
         size = self.capacity if window is None else min(self.capacity, window + self.max_window)
-        if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+        if name in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
             return ConvolvedStore(self.num_rows, size, window, self.max_undecided, layer.number_of_states)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             return AttentionStore(self.num_rows, size, window, self.dtype)
         if type(layer) is DynamicIndexedLayer:
             return IndexedStore(self.num_rows, self.capacity)
-        if type(layer).__name__ == BLOCK_CACHE_LAYER:
+        if name == BLOCK_CACHE_LAYER:
             return BlockStore(self.num_rows, self.capacity)
-        if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
-            return CompressedStore(
-                self.num_rows, self.capacity, self.max_window, layer.sliding_window, layer.compress_rate
-            )
-        if type(layer).__name__ == _STATELESS:
+        if name in COMPRESSED_CACHE_LAYERS:
+            return CompressedStore(self.num_rows, self.capacity, self.max_window, window, layer.compress_rate)
+        if name == _STATELESS:
             return layer
         if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
             return RecurrentStore()
         if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
             return NgramStore(self.num_rows, self.max_undecided)
         raise UnsupportedModelError(
-            f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+            f"trunk layer {index}: keeps its state in a {name}, which cannot undo a rejected draft; "
             "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
         )
 
