@@ -352,7 +352,9 @@ class WindowCache(RowState, Cache):
         if name == BLOCK_CACHE_LAYER:
             return BlockStore(self.num_rows, self.capacity)
         if name in COMPRESSED_CACHE_LAYERS:
-            return CompressedStore(self.num_rows, self.capacity, self.max_window, window, layer.compress_rate)
+            return CompressedStore(
+                self.num_rows, self.capacity, self.max_window, layer.sliding_window, layer.compress_rate
+            )
         if name == _STATELESS:
             return layer
         if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
