@@ -340,7 +340,6 @@ class SpeculativeDecoder:
         return Lane(
             index=index,
             request=request,
-            row=-1,
             depth=depth,
             stops=self.eos_ids | request.stop_token_ids,
             text_stream=text,

@@ -41,11 +41,10 @@ def is_worth_dropping(num_live: int, num_rows: int, tokens_left: int) -> bool:
 
 @dataclass
 class Lane:
-    """One request and the row it is decoded in."""
+    """One request and what is decoded of it."""
 
     index: int
     request: Request
-    row: int
     depth: int
     """Largest number of drafts per round."""
     stops: frozenset[int]
@@ -133,6 +132,7 @@ class Session:
         self.max_depth = max_depth
         self.max_in_flight = max_in_flight
         self.lanes: dict[int, Lane] = {}
+        """Row of the batch to the lane that is decoded in it."""
         self.in_flight: deque[InFlight] = deque()
         self._depths: list[int] = []
         self._last_look = 0.0
@@ -182,7 +182,6 @@ class Session:
             and (row == first or (row + 1 - first) * length <= MAX_PREFILL_TOKENS)
         ):
             self.lanes[row] = self.waiting.popleft()
-            self.lanes[row].row = row
             row += 1
         return [self.lanes[each] for each in range(first, row)], slice(first, row)
 
@@ -198,8 +197,6 @@ class Session:
         rows = sorted(self.lanes)
         self.batch.keep_rows(self.batch.tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
-        for row, lane in self.lanes.items():
-            lane.row = row
         self._depths = []
 
     def _launch(self) -> None:
@@ -299,5 +296,5 @@ class Session:
         """Add committed tokens to a lane, and free its row if its text has ended."""
         chunk = lane.extend(tokens)
         if lane.is_done:
-            del self.lanes[lane.row]
+            self.lanes = {row: one for row, one in self.lanes.items() if one is not lane}
         return chunk

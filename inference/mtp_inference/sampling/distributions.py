@@ -17,7 +17,7 @@ Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -158,12 +158,6 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     if not rows.any_sampled:
         return first_BTV
     return torch.where(rows.is_greedy_B[:, None, None], first_BTV, _filtered(scores_BTV, rows).softmax(-1))
-
-
-def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from logits (T, V) to fp32 probabilities (T, V)."""
-    rows = SamplingRows.stack([sampling], device)
-    return lambda logits_TV: probabilities(logits_TV[None], rows)[0]
 
 
 def uniform(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:
