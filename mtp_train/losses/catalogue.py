@@ -69,13 +69,11 @@ class Loss:
     def rows_fn(self) -> RowsFn:
         return _resolved(self.rows)
 
-    def prepared(self, teacher_logits_CV: Tensor | None, temperature: float) -> Any:
-        if self.prepare is None or teacher_logits_CV is None:
-            return teacher_logits_CV
-        return _resolved(self.prepare)(teacher_logits_CV, temperature)
+    def prepared(self, teacher_logits_CV: Tensor, temperature: float) -> Any:
+        return teacher_logits_CV if self.prepare is None else _resolved(self.prepare)(teacher_logits_CV, temperature)
 
     def combine_fn(self) -> CombineFn | None:
-        return None if self.combine is None else _resolved(self.combine)
+        return _resolved(self.combine)
 
 
 def _resolved(function: Any) -> Any:
