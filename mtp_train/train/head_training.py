@@ -110,7 +110,6 @@ class HeadTraining(nn.Module):
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
-        autocast = None if self.compute_dtype is torch.float32 else self.compute_dtype
         with self.trunk.computing_in(self.compute_dtype):
             rows = aligned_rows(
                 self.trunk,
@@ -121,10 +120,10 @@ class HeadTraining(nn.Module):
                 forwards=micro.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
-                autocast=autocast,
+                autocast=self.compute_dtype,
             )
             if measures:
-                with autocasting(micro.scale_K.device, autocast):
+                with autocasting(micro.scale_K.device, self.compute_dtype):
                     return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
         return self._loss(rows, micro.scale_K, micro.used_N)
 
