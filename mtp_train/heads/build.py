@@ -135,7 +135,7 @@ def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
     """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
     dtypes = {pending.key: pending.dtype for pending in plan.head.tensors}
     tensors = native_tensors(state, plan.layout, dtypes)
-    return NativeHead(tensors, plan.head.shared_keys, plan.head.config_fields)
+    return replace(plan.head, tensors=tensors)
 
 
 def native_tensors(

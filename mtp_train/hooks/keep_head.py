@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mtp_train.checkpoints.adapter import is_adapter, merge_command
 from mtp_train.checkpoints.export import add_in_place
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.native import NativeHead, native_head_of
+from mtp_train.checkpoints.native import native_head_of
 from mtp_train.checkpoints.suggestions import graft_command
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
@@ -124,11 +125,6 @@ def kept_base(model: Any) -> Checkpoint:
     return inside(model).save_pretrained.base
 
 
-def save_with(model: Any, values: Callable[[], list[Tensor]]) -> None:
-    """Replace the values of the head that :func:`keep_head` adds to a model's saves, see ``_SaveWithHead.trained``."""
-    inside(model).save_pretrained.trained = values
-
-
 class _SaveWithHead:
     """Replacement of one model's ``save_pretrained``. A copy of the model gets a copy of it."""
 
@@ -165,7 +161,7 @@ class _SaveWithHead:
             logger.warning("%s: saved without its MTP head: %s To add it later: %s", directory, error, cure)
 
 
-def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = None) -> None:
+def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None) -> None:
     """Add the base's head, or other ``values`` for it, to a saved checkpoint, unless it has a complete head."""
     saved = open_checkpoint(directory)
     if diagnose_head(saved).complete:
@@ -174,7 +170,7 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     head = plan.head
     if values is not None:
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
-        head = NativeHead(tuple(tensors), head.shared_keys, head.config_fields)
+        head = replace(head, tensors=tuple(tensors))
     add_in_place(saved, plan.layout, head)
 
 

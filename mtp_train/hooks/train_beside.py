@@ -39,7 +39,7 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import HeadPlan, build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
-from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
+from mtp_train.hooks.keep_head import inside, keep_head, kept_base
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.shard import shards_trunk
@@ -124,7 +124,7 @@ class HeadBeside(TrainerCallback):
         self._micro_batches = 0
         self._told = False
         self._hooks: list[RemovableHandle] = []
-        save_with(model, self.native_values)
+        self.model.save_pretrained.trained = self.native_values
 
     def native_values(self) -> list[Tensor]:
         return [pending.load() for pending in trained_head(self.plan, self.head.state_dict()).tensors]

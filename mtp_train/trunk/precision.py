@@ -104,7 +104,7 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
         asked: ``auto``, ``float32`` or ``bfloat16``.
     """
     if asked != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
+        return getattr(torch, asked)
     fits = 4 * num_weights <= MEMORY_SHARE * main_memory_bytes()
     return torch.float32 if device.type == "cpu" and fits else stored
 
