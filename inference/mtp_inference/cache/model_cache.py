@@ -103,8 +103,7 @@ class AttentionStore(CacheLayerMixin, PlacedState):
                 buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
         if window.keys_only and self.last_to_write:
             raise KeysWritten
-        used = min(window.used, self.size)
-        keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+        keys, values = (buffer[window.rows, :, : window.used] for buffer in (self.keys, self.values))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     @torch.no_grad()
@@ -180,7 +179,7 @@ class IndexedStore(AttentionStore):
         """Write an entry for each token of the window, in the slot of its keys; return the entries in use."""
         window = self.window
         buffer_BSX = self.place(name, new_BTX, window.slots_BT(self.size), self.size)
-        return buffer_BSX[window.rows, : min(window.used, self.size)]
+        return buffer_BSX[window.rows, : window.used]
 
 
 class BlockStore(IndexedStore):
