@@ -64,7 +64,6 @@ class ParallelDrafter(_HeadDrafter, StateDrafter):
     def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
         super().__init__(trunk, head, logits, size)
         self.state_B1D = self.weight.new_zeros(size.num_rows, 1, head.state_width)
-        self.position_B1 = torch.zeros(size.num_rows, 1, dtype=torch.long, device=self.weight.device)
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         for depth in range(1, plan.depth + 1):
@@ -74,7 +73,7 @@ class ParallelDrafter(_HeadDrafter, StateDrafter):
                 self.state_B1D,
                 self.state_B1D,
                 depth=depth,
-                positions_BT=self.position_B1,
+                positions_BT=choice.length_B[:, None],
                 mask_BTS=None,
                 cache=None,
             )
