@@ -64,16 +64,14 @@ def _chosen_entries(
     compressor: Any, hidden_BTD: Tensor, queries_BTX: Tensor, positions_BT: Tensor, cache: Any, layer_idx: int
 ) -> tuple[Tensor, Tensor]:
     """Return the same for a layer whose indexer selects K entries for each token."""
-    entries_BEX = _compressed(compressor, "compressor", hidden_BTD, cache.layers[layer_idx])
+    entries_B1EX, seen_B1TE = _all_entries(compressor, hidden_BTD, queries_BTX, positions_BT, cache, layer_idx)
     indexer = compressor.indexer
     keys_BEX = _compressed(indexer, "indexer", hidden_BTD, cache.layers[layer_idx])
     query_BTHX = indexer.q_b_proj(queries_BTX).unflatten(-1, (-1, indexer.head_dim))
     query_BTHX = _rotated(indexer, query_BTHX.transpose(1, 2), positions_BT).transpose(1, 2)
-    seen_BTE = _full(positions_BT, indexer.compress_rate, keys_BEX.shape[1])
-    scores_BTE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD).masked_fill(~seen_BTE, -torch.inf)
-    chosen_BTK = scores_BTE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
-    chosen_BTE = torch.zeros_like(seen_BTE).scatter(-1, chosen_BTK, True)
-    return entries_BEX[:, None], (seen_BTE & chosen_BTE)[:, None]
+    scores_B1TE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD)[:, None].masked_fill(~seen_B1TE, -torch.inf)
+    chosen_B1TK = scores_B1TE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
+    return entries_B1EX, seen_B1TE & torch.zeros_like(seen_B1TE).scatter(-1, chosen_B1TK, True)
 
 
 def _full(positions_BT: Tensor, group_size: int, num_entries: int) -> Tensor:
