@@ -151,9 +151,7 @@ class TrunkClass:
 
     def read_config(self, path: Path) -> PretrainedConfig:
         """Read the checkpoint's config; for a wrapper, the language model's part of it."""
-        if self.wrapper is None:
-            return self.config_class().from_pretrained(path)
-        return CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
+        return CONFIG_MAPPING[self.wrapper or self.model_type].from_pretrained(path).get_text_config()
 
     def model_class(self) -> Any:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
