@@ -70,11 +70,8 @@ class KeepHead(TrainerCallback):
         if model is not None:
             keep_head(model, self.base)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, **others: Any
-    ) -> None:
-        """Replace the model's ``save_pretrained`` if that is still to do."""
-        keep_head(model, self.base)
+    # At the start of train(), if that is still to do.
+    on_train_begin = on_init_end
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, **others: Any
