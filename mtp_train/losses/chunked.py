@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss
 
@@ -81,11 +82,9 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
     Returns:
         Shape (K, B, T, ...); the first k rows of depth k are 0, as no start precedes them by k.
     """
-    moved = []
-    for depth, rows in enumerate(starts, start=1):
-        empty = rows.new_zeros(rows.shape[0], min(depth, rows.shape[1]), *rows.shape[2:])
-        moved.append(torch.cat([empty, rows[:, : max(0, rows.shape[1] - depth)]], dim=1))
-    return torch.stack(moved)
+    others = [0, 0] * (starts[0].ndim - 2)
+    moved = (pad(rows, [*others, depth, 0])[:, : rows.shape[1]] for depth, rows in enumerate(starts, start=1))
+    return torch.stack(list(moved))
 
 
 def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
