@@ -55,7 +55,7 @@ def cache_digest(
     tokens = hashlib.sha256()
     for document in documents:
         tokens.update(len(document.input_ids).to_bytes(8, "little"))
-        tokens.update(np.asarray(document.input_ids, dtype=np.int32).tobytes())
+        tokens.update(document.input_ids.tobytes())
     contents = [dict(trunk), None if adapter is None else dict(adapter)]
     identity = [tokens.hexdigest(), *contents, *settings, str(state.dtype), state.shape[-1]]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -159,6 +159,6 @@ def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Te
     if not documents:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
         return token_11, torch.full_like(token_11, PADDING_DOCUMENT)
-    ids = np.concatenate([np.asarray(document.input_ids, dtype=np.int64) for document in documents])
+    ids = np.concatenate([document.input_ids for document in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(document.input_ids) for document in documents])
-    return torch.from_numpy(ids)[None].to(device), torch.from_numpy(numbers)[None].to(device)
+    return torch.from_numpy(ids).long()[None].to(device), torch.from_numpy(numbers)[None].to(device)
