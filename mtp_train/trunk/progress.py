@@ -41,11 +41,6 @@ class LoggedProgress(Progress):
         self._lines = Console(stderr=True) if console.file is sys.stdout else console
         self._printed: dict[TaskID, float] = {}
 
-    def add_task(self, *args: Any, **fields: Any) -> TaskID:
-        task_id = super().add_task(*args, **fields)
-        self._printed[task_id] = self.get_time()
-        return task_id
-
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         self._print_if_due(task_id)
@@ -55,11 +50,11 @@ class LoggedProgress(Progress):
         self._print_if_due(task_id)
 
     def _print_if_due(self, task_id: TaskID) -> None:
-        now = self.get_time()
-        if now - self._printed.setdefault(task_id, now) < LINE_SECONDS:
-            return
-        self._printed[task_id] = now
         task = next(task for task in self.tasks if task.id == task_id)
+        elapsed = task.elapsed or 0.0
+        if elapsed - self._printed.get(task_id, 0.0) < LINE_SECONDS:
+            return
+        self._printed[task_id] = elapsed
         total = "" if task.total is None else f" of {task.total:g}"
         left = "" if task.time_remaining is None else f", {timedelta(seconds=round(task.time_remaining))} left"
         self.print_line(f"{task.description}: {task.completed:g}{total}{left}")
