@@ -65,12 +65,12 @@ class LoggedProgress(Progress):
 
 def progress_on(console: Console, *, is_main: bool = True) -> Progress:
     """Return progress bars on a terminal, and lines in a log; neither on processes other than the main one."""
-    if is_main and not console.is_terminal and not console.quiet:
+    # Bars on a quiet console would swallow what other code prints.
+    is_shown = is_main and not console.quiet
+    if is_shown and not console.is_terminal:
         return LoggedProgress(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Bars on a quiet console would swallow what other code prints.
-    hidden = console.quiet or not console.is_terminal or not is_main
-    return Progress(*columns, console=console, disable=hidden, transient=True)
+    return Progress(*columns, console=console, disable=not is_shown, transient=True)
 
 
 @contextlib.contextmanager
