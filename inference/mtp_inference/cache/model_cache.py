@@ -226,6 +226,11 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the window's inputs; return the groups that it may complete, preceded by the group before them.
+
+        Returns:
+            Group numbers, int (B, G + 1), consecutive, -1 if there is no group before; their inputs, (B, G + 1, N, X).
+        """
         window = self.window
         buffer_BSX = self.place(f"{name} inputs", inputs_BTX, window.slots_BT(self.num_inputs), self.num_inputs)
         device = inputs_BTX.device
@@ -237,6 +242,7 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        """Write the entries of groups; return all entries in use, (B, E, X), incomplete groups included."""
         window = self.window
         buffer_BEX = self.place(f"{name} entries", entries_BGX, groups_BG % self.num_entries, self.num_entries)
         return buffer_BEX[window.rows, : window.used // self.group_size]
