@@ -72,11 +72,10 @@ class CpuLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        large = [module for module in modules if is_plain(module) and module.weight.numel() >= MIN_NUMBERS]
+        together = nn.ModuleList(models)
+        large = [module for module in together.modules() if is_plain(module) and module.weight.numel() >= MIN_NUMBERS]
         # The models and the copies.
-        held = {parameter for model in models for parameter in model.parameters()}
-        num_bytes = sum(one.nbytes for one in held) + sum(layer.weight.nbytes for layer in large)
+        num_bytes = sum(one.nbytes for one in [*together.parameters(), *(layer.weight for layer in large)])
         fits = num_bytes <= MEMORY_SHARE * main_memory_bytes()
         self.products = {layer: _forwards.setdefault(layer, FastLinear(layer)) for layer in large if fits}
 

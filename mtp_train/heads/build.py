@@ -94,8 +94,15 @@ def graft_artifact_plan(
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = NativeHead(tensors, shared, head.config_fields)
-    described = artifact.output, artifact.draft_config
-    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab, *described)
+    return HeadPlan(
+        layout,
+        artifact.num_modules,
+        convention,
+        template,
+        artifact.draft_vocab,
+        artifact.output,
+        artifact.draft_config,
+    )
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,8 @@ def segments(document_BT: NDArray[np.int64]) -> list[Segment]:
     """List the documents of a packed batch, row by row."""
     found: list[Segment] = []
     for row, numbers_T in enumerate(document_BT):
-        starts = [0, *(np.flatnonzero(np.diff(numbers_T)) + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], len(numbers_T)], strict=True):
+        ends = (np.flatnonzero(np.diff(numbers_T)) + 1).tolist()
+        for start, end in pairwise([0, *ends, len(numbers_T)]):
             if numbers_T[start] != PADDING_DOCUMENT:
                 found.append(Segment(row, start, end - start))
     return found
