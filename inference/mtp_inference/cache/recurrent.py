@@ -333,8 +333,10 @@ class RecurrentLayers(RowState):
     def _commit_undecided(self, new_LBNC: Tensor, windows: Sequence[DeltaWindow], num_kept_B: Tensor | None) -> None:
         window, conv_LBWC, state_LBHKV = self._window, self.conv_LBWC, self.state_LBHKV
         num_layers, num_rows, _, channels = new_LBNC.shape
-        if conv_LBWC is None or state_LBHKV is None or num_kept_B is None or num_rows != self.num_rows:
+        if conv_LBWC is None or state_LBHKV is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
+        if num_kept_B is None:
+            num_kept_B = torch.full((num_rows,), window.num_tokens, device=new_LBNC.device)
         # The number of an inactive row may be out of range. From here on, layers are further rows.
         num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
         state_RHKV = state_LBHKV.flatten(0, 1)
