@@ -43,11 +43,6 @@ class OutputRows(nn.Module):
         self.register_buffer("token_ids_R", ids, persistent=False)
         self.vocab_size = vocab_size
 
-    @classmethod
-    def chosen(cls, weight_VD: Tensor, token_ids_R: Tensor, dtype: torch.dtype) -> OutputRows:
-        """Return the rows of some tokens of a whole output matrix, in the dtype of the states to multiply."""
-        return cls(weight_VD[token_ids_R.to(weight_VD.device)].to(dtype), token_ids_R, len(weight_VD))
-
     def forward(self, state: Tensor) -> Tensor:
         """Return logits (..., V) of states (..., D), minus infinity for tokens without a row."""
         logits = state @ self.weight.T

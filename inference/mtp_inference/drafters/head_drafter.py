@@ -24,9 +24,9 @@ from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, StateDrafter, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import KeysWritten, StepOutput, mtp_step
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, draft_logits
 
 LogitsFn = Callable[[Tensor], Tensor]
 KEYS_CHUNK = 2048
@@ -320,10 +320,7 @@ class HeadDrafting(Drafting):
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         trunk.show_layers(self.head.trunk_layers)
-        logits: LogitsFn = trunk.project
-        if self.draft_vocab_R is not None:
-            weight_VD = trunk.lm_head_VD
-            logits = OutputRows.chosen(weight_VD, self.draft_vocab_R, weight_VD.dtype)
+        logits = draft_logits(trunk, self.draft_vocab_R, trunk.lm_head_VD.dtype)
         return _DRAFTERS[self.head.unroll](trunk, self.head, logits, size)
 
 
