@@ -146,6 +146,7 @@ class Session:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
             if self.lanes:
+                self._require_rows()
                 self._drop_rows()
                 self._launch()
             while len(self.in_flight) > (self.max_in_flight if self.lanes else 0):
@@ -168,7 +169,7 @@ class Session:
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if num_kept == BAD_TRUNK:
-                raise self._non_finite("trunk", lane, [])
+                raise self._non_finite("trunk", lane)
             yield self._extend(lane, [token])
 
     def _next_group(self) -> tuple[list[Lane], slice]:
@@ -193,14 +194,12 @@ class Session:
         tokens_left = max(lane.tokens_left for lane in self.lanes.values())
         if not is_worth_dropping(len(self.lanes), self.batch.cache.num_rows, tokens_left):
             return
-        self._require_rows()
         rows = sorted(self.lanes)
         self.batch.keep_rows(self.batch.tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
         self._depths = []
 
     def _launch(self) -> None:
-        self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
         if depth == 0 and plan.pending + 1 > PENDING_PLACES:
@@ -274,9 +273,9 @@ class Session:
             if lane.is_done:
                 continue
             if num_kept == BAD_TRUNK:
-                raise self._non_finite("trunk", lane, tokens[:num_accepted])
+                raise self._non_finite("trunk", lane, num_accepted)
             if num_kept == BAD_DRAFTER:
-                raise self._non_finite("drafter", lane, [])
+                raise self._non_finite("drafter", lane)
             # The bounds assumed that the whole window was kept.
             lane.position -= plan.depth + 1 - num_kept
             if not is_taken_in:
@@ -288,8 +287,8 @@ class Session:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])
 
-    def _non_finite(self, source: str, lane: Lane, accepted: Sequence[int]) -> Exception:
-        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + len(accepted)
+    def _non_finite(self, source: str, lane: Lane, num_accepted: int = 0) -> Exception:
+        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + num_accepted
         return non_finite_error(source, self.batch.trunk, num_tokens)
 
     def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
