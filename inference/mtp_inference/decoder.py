@@ -302,7 +302,7 @@ class SpeculativeDecoder:
             )
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
         self._rounds.batch.reset()
-        return Session(self._rounds, lanes, self.costs, size.depth, max_in_flight=1 if self._on_gpu else 0)
+        return Session(self._rounds, lanes, self.costs, max_in_flight=1 if self._on_gpu else 0)
 
     def _batch_size(self, lanes: Sequence[Lane]) -> BatchSize:
         depth = max(lane.depth for lane in lanes)

@@ -120,16 +120,13 @@ class Session:
         max_in_flight: Number of rounds that run ahead of the host.
     """
 
-    def __init__(
-        self, rounds: Rounds, waiting: Sequence[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int
-    ) -> None:
+    def __init__(self, rounds: Rounds, waiting: Sequence[Lane], costs: RoundCosts, max_in_flight: int) -> None:
         self.rounds = rounds
         self.batch = rounds.batch
         # Not this object: a cycle would keep the buffers until the next collection.
         self.batch.owner = self._ticket = object()
         self.waiting = deque(waiting)
         self.costs = costs
-        self.max_depth = max_depth
         self.max_in_flight = max_in_flight
         self.lanes: dict[int, Lane] = {}
         """Row of the batch to the lane that is decoded in it."""
@@ -254,7 +251,7 @@ class Session:
             [lane.controller or DepthController(0, None) for lane in rows],
             self.costs,
             self.batch.cache.num_rows,
-            self.max_depth,
+            self.batch.size.depth,
             None if self.waiting else [lane.tokens_left for lane in rows],
         )
 
