@@ -215,6 +215,3 @@ class MtpHead(nn.Module):
         """Return how many positions a query of ``depth`` attends to, None for all."""
         layer = self._stock_layers[self.module_index(depth)]
         return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-
-    def layer_type(self, depth: int) -> str:
-        return str(self.config.layer_types[self.module_index(depth)])

@@ -92,7 +92,6 @@ class HeadTraining(nn.Module):
         self.apart = apart
         self.recompute = recompute
         self.compute_dtype = compute_dtype
-        self.owns_rows = isinstance(head.module_for(1).lm_head, OutputRows)
         self._rows_RD: Tensor | None = None
         self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
@@ -135,7 +134,7 @@ class HeadTraining(nn.Module):
             if self._rows_RD is None:
                 self._rows_RD = lm_head_VD[vocab_R].to(self.compute_dtype)
             lm_head_VD = self._rows_RD
-            if own_heads is not None and not self.owns_rows:
+            if own_heads is not None and not isinstance(self.head.module_for(1).lm_head, OutputRows):
                 own_heads = [own_VD[vocab_R] for own_VD in own_heads]
             # Tokens outside the draft vocabulary get a wrong index here. They are masked out of the loss, so it is
             # never read.
