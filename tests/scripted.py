@@ -190,7 +190,8 @@ class RandomDrafter(Drafter):
 
 def made(drafting: Drafting, trunk: Trunk, size: BatchSize) -> Drafter:
     """Return a drafter outside of a batch."""
-    cache = WindowCache(trunk.config, num_rows=size.num_rows, capacity=size.capacity, max_window=size.max_window)
+    sizes = {"num_rows": size.num_rows, "capacity": size.capacity, "max_window": size.max_window}
+    cache = WindowCache(trunk.config, **sizes, max_undecided=size.max_window)
     return drafting.make(trunk, size, cache)
 
 

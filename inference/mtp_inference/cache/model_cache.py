@@ -278,7 +278,7 @@ class WindowCache(RowState, Cache):
 
     Args:
         max_window: Longest window; buffers of sliding-window layers are larger by it.
-        max_undecided: Longest window whose tokens may be rejected; None for ``max_window``.
+        max_undecided: Longest window whose tokens may be rejected.
         dtype: Dtype of the stored keys, values and convolution inputs, if windows are computed in another dtype
             (:attr:`converts`); None for the dtype of the first window.
 
@@ -293,13 +293,13 @@ class WindowCache(RowState, Cache):
         num_rows: int,
         capacity: int,
         max_window: int,
-        max_undecided: int | None = None,
+        max_undecided: int,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
-        self.max_undecided = max_undecided or max_window
+        self.max_undecided = max_undecided
         self.dtype = dtype
         stock = DynamicCache(config=config).layers
         super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])

@@ -215,8 +215,7 @@ class ConvolutionInputs(LinearAttentionLayer, PlacedState):
         window, num_before = self.window, conv_kernel_size - 1
         # What belongs to position p is at place p % Z.
         ring_BZC = self.buffer(state_idx, inputs_BTC, num_before + self.max_undecided)
-        before_W = torch.arange(-num_before, 0, device=inputs_BTC.device)
-        positions_BN = torch.cat([window.positions_BT[:, :1] + before_W, window.positions_BT], dim=1)
+        positions_BN = places_from(window.positions_BT[:, 0] - num_before, num_before + window.num_tokens)
         places_BN = positions_BN % ring_BZC.shape[1]
         known_BNC = torch.cat([ring_BZC[window.row_index_B1, places_BN[:, :num_before]], inputs_BTC], dim=1)
         num_kept = min(window.num_tokens, ring_BZC.shape[1])
