@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_inference.capture import Rounds, read_later
-from mtp_inference.depth import DepthController, RoundCosts, batch_depth
+from mtp_inference.depth import Acceptance, DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
 from mtp_inference.record import RoundRecord, TextRecord
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
@@ -248,7 +248,7 @@ class Session:
         if all(lane.controller is None for lane in rows):
             return 0
         return batch_depth(
-            [lane.controller or DepthController(0, None) for lane in rows],
+            [lane.controller or DepthController(0, Acceptance()) for lane in rows],
             self.costs,
             self.batch.cache.num_rows,
             self.batch.size.depth,

@@ -62,8 +62,7 @@ class AssistantDrafter(StateDrafter):
         # Not the cache as an attribute: the batch itself drops its rows.
         self.trunk_layers = cache.layers
         self.model = model
-        weight_AE = model.pre_projection.weight
-        self.state_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
+        self.state_B1D = model.pre_projection.weight.new_zeros(num_rows, 1, model.post_projection.out_features)
 
     def read(self, hidden: Tensor) -> Tensor:
         return self.trunk.normed(hidden)
