@@ -19,7 +19,7 @@ from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from plain_decoding import plain_greedy
+from plain_decoding import hidden_after, plain_greedy
 from tiny import VOCAB_SIZE
 from tolerances import num_terms, rounding
 
@@ -249,7 +249,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
     """
     plain = DynamicCache(config=trunk.config)
     with torch.inference_mode():
-        trunk.hidden(torch.tensor([list(tokens)]), cache=plain)
+        hidden_after(trunk, torch.tensor([list(tokens)]), plain)
     errors: dict[str, float] = {}
 
     def note(kind: str, ours: Tensor, expected: Tensor) -> None:

@@ -274,17 +274,13 @@ class Trunk(nn.Module):
 
     @without_cudnn_attention()
     @without_packed_rows()
-    def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Return the last hidden state, the input of :meth:`logits` and :meth:`head_input`. Shape (B, T, D).
 
         In a trunk with residual streams, D is the width of all streams. The states of :meth:`show_layers` come after
         it.
-
-        Args:
-            cache: The state of earlier tokens; updated in place.
         """
-        output = self.decoder(input_ids=tokens_BT, use_cache=cache is not None, **{CACHE: cache})
-        return self.last_state(output)
+        return self.last_state(self.decoder(input_ids=tokens_BT, use_cache=False))
 
     @without_cudnn_attention()
     def window_hidden(
