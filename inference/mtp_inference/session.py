@@ -220,11 +220,10 @@ class Session:
     def _plan(self, depth: int) -> RoundPlan:
         lanes = self.lanes.values()
         position = max(lane.position for lane in lanes)
-        known = not self.in_flight and len(self.lanes) == self.batch.cache.num_rows
-        same = known and all(lane.position == position for lane in lanes)
+        is_full = len(self.lanes) == self.batch.cache.num_rows
+        is_same = not self.in_flight and is_full and all(lane.position == position for lane in lanes)
         pending = max(lane.pending for lane in lanes)
-        start = position if same else None
-        return RoundPlan(depth, position + depth + 1, pending, start)
+        return RoundPlan(depth, position + depth + 1, pending, position if is_same else None)
 
     def _depth(self) -> int:
         """Return the depth of the round, and write each row's own depth to the batch.

@@ -77,11 +77,11 @@ class HiddenCache:
     def __init__(self, directory: Path, documents: Sequence[Document], state: Tensor) -> None:
         self.directory, self.documents = directory, documents
         self.width, self.dtype = state.shape[-1], state.dtype
-        self.token_bytes = self.width * self.dtype.itemsize
+        token_bytes = self.width * self.dtype.itemsize
         lengths = [len(document.input_ids) for document in documents]
         self.num_tokens = sum(lengths)
-        self.num_bytes = self.num_tokens * self.token_bytes
-        self.shard_documents = max(1, SHARD_BYTES // (max(lengths) * self.token_bytes))
+        self.num_bytes = self.num_tokens * token_bytes
+        self.shard_documents = max(1, SHARD_BYTES // (max(lengths) * token_bytes))
         self.num_shards = -(-len(documents) // self.shard_documents)
         # Memory-mapped: the operating system caches as much as fits.
         self._file = cache(lambda shard: safe_open(self._path(shard), framework="pt"))

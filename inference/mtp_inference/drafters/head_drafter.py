@@ -243,8 +243,7 @@ class ChainedDrafter(_CachedDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shape = (self.size.depth, self.size.num_rows, 1, self.head.state_width)
-        self.carried_KB1D = self.weight.new_zeros(shape)
+        self.carried_KB1D = self.weight.new_zeros(self.size.depth, self.size.num_rows, 1, self.head.state_width)
         """Entry k-1 is the hidden input of module k at row s-(k-1). Entry 0 is unused."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
