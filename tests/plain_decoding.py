@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from mtp_train.trunk.load import Trunk
+from mtp_train.upstream.transformers_private import CACHE
+
+
+def hidden_after(trunk: Trunk, tokens_BT: Tensor, cache: Cache) -> Tensor:
+    """Return the hidden states of tokens after those of a cache, which gets the state of these tokens too."""
+    return trunk.last_state(trunk.decoder(input_ids=tokens_BT, use_cache=True, **{CACHE: cache}))
 
 
 @torch.inference_mode()
@@ -21,6 +28,6 @@ def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, e
     tokens_1T = torch.tensor([list(prompt_ids)], device=trunk.lm_head_VD.device)
     text: list[int] = []
     while len(text) < max_new_tokens and not (text and text[-1] in eos_ids):
-        tokens_1T = trunk.logits(trunk.hidden(tokens_1T, cache=cache)[:, -1:]).argmax(dim=-1)
+        tokens_1T = trunk.logits(hidden_after(trunk, tokens_1T, cache)[:, -1:]).argmax(dim=-1)
         text.append(int(tokens_1T))
     return text

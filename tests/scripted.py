@@ -19,7 +19,7 @@ from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from plain_decoding import plain_greedy
+from plain_decoding import hidden_after, plain_greedy
 from tiny import VOCAB_SIZE
 from tolerances import num_terms, rounding
 
@@ -190,7 +190,8 @@ class RandomDrafter(Drafter):
 
 def made(drafting: Drafting, trunk: Trunk, size: BatchSize) -> Drafter:
     """Return a drafter outside of a batch."""
-    cache = WindowCache(trunk.config, num_rows=size.num_rows, capacity=size.capacity, max_window=size.max_window)
+    sizes = {"num_rows": size.num_rows, "capacity": size.capacity, "max_window": size.max_window}
+    cache = WindowCache(trunk.config, **sizes, max_undecided=size.max_window)
     return drafting.make(trunk, size, cache)
 
 
@@ -248,7 +249,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
     """
     plain = DynamicCache(config=trunk.config)
     with torch.inference_mode():
-        trunk.hidden(torch.tensor([list(tokens)]), cache=plain)
+        hidden_after(trunk, torch.tensor([list(tokens)]), plain)
     errors: dict[str, float] = {}
 
     def note(kind: str, ours: Tensor, expected: Tensor) -> None:

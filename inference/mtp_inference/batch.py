@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, window_states
-from mtp_inference.cache.rows import RowState
+from mtp_inference.cache.rows import RowState, first_places, places_from
 from mtp_inference.cache.window import Window
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
@@ -97,15 +97,14 @@ class Batch(RowState):
 
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""
-        positions_BT = self.length_B[:, None] + torch.arange(window_BT.shape[1], device=window_BT.device)
+        positions_BT = places_from(self.length_B, window_BT.shape[1])
         window = Window(slice(0, len(window_BT)), positions_BT, plan.used, plan.start)
         hidden_BTD = window_states(self.trunk, self.cache, window_BT, window)
         return hidden_BTD, self.trunk.logits(hidden_BTD)
 
     def commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         """Extend the texts by the first ``kept_B`` tokens (0 in inactive rows), and end those that are complete."""
-        counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]
-        is_stop_BT = (tokens_BT[..., None] == self.stop_BN[:, None]).any(-1) & counts_BT
+        is_stop_BT = (tokens_BT[..., None] == self.stop_BN[:, None]).any(-1) & first_places(tokens_BT, kept_B)
         self.room_B -= kept_B
         last_B = tokens_BT.gather(1, accepted_B[:, None])[:, 0]
         self.last_B.copy_(torch.where(self.active_B, last_B, self.last_B))

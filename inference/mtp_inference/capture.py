@@ -46,21 +46,19 @@ class Rounds:
 
     def run(self, plan: RoundPlan) -> Tensor:
         """Run a round; return its outcome, which the next round may write over."""
-        if not self.captures:
-            return run_round(self.batch, plan)
-        plan = round_up(plan, self.batch.cache.capacity)
-        key = plan, self.batch.chooser.rows.steps
-        if key not in self._seen:
+        if self.captures:
+            plan = round_up(plan, self.batch.cache.capacity)
+            key = plan, self.batch.chooser.rows.steps
+            if key in self._seen:
+                # A capture executes nothing: if it fails, the round is still to run.
+                self.captures = key in self._graphs or self._capture(key)
+                if self.captures:
+                    graph, outcome = self._graphs[key]
+                    graph.replay()
+                    return outcome
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
-            return run_round(self.batch, plan)
-        if key not in self._graphs and not self._capture(key):
-            # A capture executes nothing: run the round now.
-            self.captures = False
-            return run_round(self.batch, plan)
-        graph, outcome = self._graphs[key]
-        graph.replay()
-        return outcome
+        return run_round(self.batch, plan)
 
     @property
     def num_captured(self) -> int:

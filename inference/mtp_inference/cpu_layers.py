@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mtp_train.trunk.precision import MEMORY_SHARE, bf16_support, main_memory_bytes
+from mtp_train.trunk.precision import MEMORY_SHARE, main_memory_bytes, slow_halves
 
 MIN_NUMBERS = 2**17
 """Numbers of the smallest matrix to reorder: for smaller ones, oneDNN's call takes longer than torch's product."""
@@ -72,11 +72,10 @@ class CpuLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        large = [module for module in modules if is_plain(module) and module.weight.numel() >= MIN_NUMBERS]
+        together = nn.ModuleList(models)
+        large = [module for module in together.modules() if is_plain(module) and module.weight.numel() >= MIN_NUMBERS]
         # The models and the copies.
-        held = {parameter for model in models for parameter in model.parameters()}
-        num_bytes = sum(one.nbytes for one in held) + sum(layer.weight.nbytes for layer in large)
+        num_bytes = sum(one.nbytes for one in [*together.parameters(), *(layer.weight for layer in large)])
         fits = num_bytes <= MEMORY_SHARE * main_memory_bytes()
         self.products = {layer: _forwards.setdefault(layer, FastLinear(layer)) for layer in large if fits}
 
@@ -107,15 +106,12 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         and "forward" not in module.__dict__
         and type(module.weight) is nn.Parameter
         and module.weight.device.type == "cpu"
-        and _is_fast(module.weight.dtype)
+        and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and not slow_halves(module.weight.dtype, module.weight.device)
         and not module.weight.is_inference()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     )
-
-
-def _is_fast(dtype: torch.dtype) -> bool:
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and bf16_support(torch.device("cpu"))[0])
 
 
 def runs_on_amd() -> bool:

@@ -302,7 +302,7 @@ class SpeculativeDecoder:
             )
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
         self._rounds.batch.reset()
-        return Session(self._rounds, lanes, self.costs, size.depth, max_in_flight=1 if self._on_gpu else 0)
+        return Session(self._rounds, lanes, self.costs, max_in_flight=1 if self._on_gpu else 0)
 
     def _batch_size(self, lanes: Sequence[Lane]) -> BatchSize:
         depth = max(lane.depth for lane in lanes)
@@ -340,7 +340,6 @@ class SpeculativeDecoder:
         return Lane(
             index=index,
             request=request,
-            row=-1,
             depth=depth,
             stops=self.eos_ids | request.stop_token_ids,
             text_stream=text,

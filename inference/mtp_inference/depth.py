@@ -111,11 +111,11 @@ class Acceptance:
 class DepthController:
     """The acceptance of one request, drafting at most ``max_depth``; ``prior`` is shared with other requests."""
 
-    def __init__(self, max_depth: int, prior: Acceptance | None) -> None:
+    def __init__(self, max_depth: int, prior: Acceptance) -> None:
         self.max_depth = max_depth
         self.settled: int | None = None
         self.rounds_unprobed = 0
-        self._prior = Acceptance() if prior is None else prior
+        self._prior = prior
         self._own = self._prior.for_request()
         self._run_chance = 1.0
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mtp_inference.cache.rows import first_places
 from mtp_inference.sampling.chooser import Drafts, Verdict
 from mtp_inference.sampling.distributions import Sampling
 
@@ -53,8 +54,7 @@ def _intervals(p_BTV: Tensor, tokens_BT: Tensor, drafts: Drafts, limit_B: Tensor
     if drafts.q_BKV is not None:
         num_drafts = drafts.q_BKV.shape[1]
         left_BKV = (p_BTV[:, :num_drafts] - drafts.q_BKV).relu()
-        is_drafted_BK = torch.arange(num_drafts, device=limit_B.device) < limit_B[:, None]
-        is_left_BK = is_drafted_BK & left_BKV.any(-1)
+        is_left_BK = first_places(drafts.q_BKV, limit_B) & left_BKV.any(-1)
         left_BKV = torch.where(is_left_BK[..., None], left_BKV, p_BTV[:, :num_drafts])
         weights_BTV = torch.cat([left_BKV, p_BTV[:, num_drafts:]], dim=1)
     is_before_BTV = torch.arange(p_BTV.shape[-1], device=p_BTV.device) < tokens_BT[..., None]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import prefill_chunks
+from mtp_inference.cache.rows import first_places
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.record import decided_on
 from mtp_inference.sampling.chooser import DraftChoice, Drafts, Verdict
@@ -126,8 +127,8 @@ def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:
     told_B = kept_B
     if drafts.peak_BK is not None:
         told_B = told_B.masked_fill(_is_bad(drafts.peak_BK).any(-1) & (kept_B > 0), BAD_DRAFTER)
-    is_read_BT = torch.arange(logits_BTV.shape[1], device=kept_B.device) < kept_B[:, None]
-    return told_B.masked_fill((_is_bad(logits_BTV.amax(-1)) & is_read_BT).any(-1), BAD_TRUNK)
+    is_bad_BT = _is_bad(logits_BTV.amax(-1)) & first_places(logits_BTV, kept_B)
+    return told_B.masked_fill(is_bad_BT.any(-1), BAD_TRUNK)
 
 
 def _is_bad(peak: Tensor) -> Tensor:

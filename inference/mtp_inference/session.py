@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_inference.capture import Rounds, read_later
-from mtp_inference.depth import DepthController, RoundCosts, batch_depth
+from mtp_inference.depth import Acceptance, DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
 from mtp_inference.record import RoundRecord, TextRecord
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
@@ -41,11 +41,10 @@ def is_worth_dropping(num_live: int, num_rows: int, tokens_left: int) -> bool:
 
 @dataclass
 class Lane:
-    """One request and the row it is decoded in."""
+    """One request and what is decoded of it."""
 
     index: int
     request: Request
-    row: int
     depth: int
     """Largest number of drafts per round."""
     stops: frozenset[int]
@@ -121,18 +120,16 @@ class Session:
         max_in_flight: Number of rounds that run ahead of the host.
     """
 
-    def __init__(
-        self, rounds: Rounds, waiting: Sequence[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int
-    ) -> None:
+    def __init__(self, rounds: Rounds, waiting: Sequence[Lane], costs: RoundCosts, max_in_flight: int) -> None:
         self.rounds = rounds
         self.batch = rounds.batch
         # Not this object: a cycle would keep the buffers until the next collection.
         self.batch.owner = self._ticket = object()
         self.waiting = deque(waiting)
         self.costs = costs
-        self.max_depth = max_depth
         self.max_in_flight = max_in_flight
         self.lanes: dict[int, Lane] = {}
+        """Row of the batch to the lane that is decoded in it."""
         self.in_flight: deque[InFlight] = deque()
         self._depths: list[int] = []
         self._last_look = 0.0
@@ -146,6 +143,7 @@ class Session:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
             if self.lanes:
+                self._require_rows()
                 self._drop_rows()
                 self._launch()
             while len(self.in_flight) > (self.max_in_flight if self.lanes else 0):
@@ -168,7 +166,7 @@ class Session:
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if num_kept == BAD_TRUNK:
-                raise self._non_finite("trunk", lane, [])
+                raise self._non_finite("trunk", lane)
             yield self._extend(lane, [token])
 
     def _next_group(self) -> tuple[list[Lane], slice]:
@@ -182,7 +180,6 @@ class Session:
             and (row == first or (row + 1 - first) * length <= MAX_PREFILL_TOKENS)
         ):
             self.lanes[row] = self.waiting.popleft()
-            self.lanes[row].row = row
             row += 1
         return [self.lanes[each] for each in range(first, row)], slice(first, row)
 
@@ -194,16 +191,12 @@ class Session:
         tokens_left = max(lane.tokens_left for lane in self.lanes.values())
         if not is_worth_dropping(len(self.lanes), self.batch.cache.num_rows, tokens_left):
             return
-        self._require_rows()
         rows = sorted(self.lanes)
         self.batch.keep_rows(self.batch.tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
-        for row, lane in self.lanes.items():
-            lane.row = row
         self._depths = []
 
     def _launch(self) -> None:
-        self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
         if depth == 0 and plan.pending + 1 > PENDING_PLACES:
@@ -227,11 +220,10 @@ class Session:
     def _plan(self, depth: int) -> RoundPlan:
         lanes = self.lanes.values()
         position = max(lane.position for lane in lanes)
-        known = not self.in_flight and len(self.lanes) == self.batch.cache.num_rows
-        same = known and all(lane.position == position for lane in lanes)
+        is_full = len(self.lanes) == self.batch.cache.num_rows
+        is_same = not self.in_flight and is_full and all(lane.position == position for lane in lanes)
         pending = max(lane.pending for lane in lanes)
-        start = position if same else None
-        return RoundPlan(depth, position + depth + 1, pending, start)
+        return RoundPlan(depth, position + depth + 1, pending, position if is_same else None)
 
     def _depth(self) -> int:
         """Return the depth of the round, and write each row's own depth to the batch.
@@ -255,10 +247,10 @@ class Session:
         if all(lane.controller is None for lane in rows):
             return 0
         return batch_depth(
-            [lane.controller or DepthController(0, None) for lane in rows],
+            [lane.controller or DepthController(0, Acceptance()) for lane in rows],
             self.costs,
             self.batch.cache.num_rows,
-            self.max_depth,
+            self.batch.size.depth,
             None if self.waiting else [lane.tokens_left for lane in rows],
         )
 
@@ -277,9 +269,9 @@ class Session:
             if lane.is_done:
                 continue
             if num_kept == BAD_TRUNK:
-                raise self._non_finite("trunk", lane, tokens[:num_accepted])
+                raise self._non_finite("trunk", lane, num_accepted)
             if num_kept == BAD_DRAFTER:
-                raise self._non_finite("drafter", lane, [])
+                raise self._non_finite("drafter", lane)
             # The bounds assumed that the whole window was kept.
             lane.position -= plan.depth + 1 - num_kept
             if not is_taken_in:
@@ -291,13 +283,13 @@ class Session:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])
 
-    def _non_finite(self, source: str, lane: Lane, accepted: Sequence[int]) -> Exception:
-        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + len(accepted)
+    def _non_finite(self, source: str, lane: Lane, num_accepted: int = 0) -> Exception:
+        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + num_accepted
         return non_finite_error(source, self.batch.trunk, num_tokens)
 
     def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens to a lane, and free its row if its text has ended."""
         chunk = lane.extend(tokens)
         if lane.is_done:
-            del self.lanes[lane.row]
+            self.lanes = {row: one for row, one in self.lanes.items() if one is not lane}
         return chunk

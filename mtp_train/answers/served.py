@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mtp_inference.sampling.distributions import Sampling, distribution_of
+from mtp_inference.sampling.distributions import Sampling, SamplingRows, probabilities
 from mtp_train.answers.endpoint import Endpoint, Refusal
 from mtp_train.answers.generate import Answering
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
@@ -78,7 +78,7 @@ def fit_of(trunk: Trunk, answers: Sequence[Answer], sampling: Sampling, eos_ids:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
     tokens, sums = 0, [0.0, 0.0, 0.0]
-    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
+    rows = SamplingRows.stack([sampling], trunk.lm_head_VD.device)
     for prompt_ids, response_ids in answers:
         tokens_1T = torch.tensor([[*prompt_ids, *response_ids]], device=trunk.lm_head_VD.device)
         hidden_TD = trunk.hidden(tokens_1T)[0, len(prompt_ids) - 1 : -1]
@@ -89,7 +89,8 @@ def fit_of(trunk: Trunk, answers: Sequence[Answer], sampling: Sampling, eos_ids:
             logits_TV = trunk.logits(hidden_TD[part])
             if not logits_TV.amax().isfinite():
                 raise non_finite_error("trunk", trunk, tokens_1T.shape[1])
-            more = _moments(distribution(logits_TV).double(), said_T[part], sorted(eos_ids))
+            p_TV = probabilities(logits_TV[None], rows)[0].double()
+            more = _moments(p_TV, said_T[part], sorted(eos_ids))
             sums = [one + other for one, other in zip(sums, more, strict=True)]
     found, expected, variance = sums
     allowed = allowance(max(variance, 0.0)) / tokens + (SLACK if sampling.temperature else GREEDY_SLACK)

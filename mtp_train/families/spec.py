@@ -146,17 +146,12 @@ class TrunkClass:
     """Model type of the vision-language wrapper that the checkpoint is stored as. Only the language model of type
     ``model_type`` inside of it is loaded."""
 
-    def config_class(self) -> type[PretrainedConfig]:
-        return CONFIG_MAPPING[self.model_type]
-
     def read_config(self, path: Path) -> PretrainedConfig:
         """Read the checkpoint's config; for a wrapper, the language model's part of it."""
-        if self.wrapper is None:
-            return self.config_class().from_pretrained(path)
-        return CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
+        return CONFIG_MAPPING[self.wrapper or self.model_type].from_pretrained(path).get_text_config()
 
     def model_class(self) -> Any:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[self.model_type]]
         if self.wrapper is not None:
             load_from_wrapper(found, self.wrapper)
         return found

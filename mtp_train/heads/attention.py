@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,9 +89,11 @@ def masked_attention(
     Returns:
         Shape (B, T, H, width), and None for the attention weights.
     """
-    if attention_mask is None and any(one is not None for one in (s_aux, softcap, indices, block_indices)):
+    if attention_mask is None:
+        if all(one is None for one in (s_aux, softcap, indices, block_indices)):
+            return sdpa_attention_forward(module, query, key, value, None, position_bias=position_bias, **options)
         attention_mask = _causal(query.shape[2], key.shape[2], key.device)
-    if attention_mask is not None and indices is not None:
+    if indices is not None:
         chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         attention_mask = attention_mask & chosen_BTS.scatter(-1, indices.long(), True)[:, None]
     if block_indices is not None:
@@ -99,20 +101,20 @@ def masked_attention(
         attention_mask = indexer.build_block_mask(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
         )
-    if attention_mask is not None and softcap is not None:
+    if softcap is not None:
         return _attend_eagerly(query, key, value, attention_mask, float(options["scaling"]), softcap), None
-    if attention_mask is not None and attention_mask.dtype == torch.int64:
+    if attention_mask.dtype == torch.int64:
         profiles = cast(Any, module).rel_logits_proj
         query, attention_mask = profiles.at_distances(query, position_bias, attention_mask)
     elif position_bias is not None:
         options["position_bias"] = position_bias
-    if attention_mask is not None and s_aux is not None:
+    if s_aux is not None:
         # An attention sink adds to the softmax denominator but has no value vector: one key more, with value 0.
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -torch.inf)
         sink_B1T1 = s_aux.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, query.shape[2], 1)
         attention_mask = torch.cat([bias.expand(*sink_B1T1.shape[:3], -1), sink_B1T1], dim=-1)
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
-    if attention_mask is not None and 1 < attention_mask.shape[1] < query.shape[1]:
+    if 1 < attention_mask.shape[1] < query.shape[1]:
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
     if _is_for_blocks(attention_mask, query) and position_bias is None:
         return _attend_in_blocks(module, query, key, value, attention_mask, **options), None
@@ -150,11 +152,10 @@ def _attend_in_groups(
     return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
 
 
-def _is_for_blocks(attention_mask: Tensor | None, query: Tensor) -> TypeGuard[Tensor]:
+def _is_for_blocks(attention_mask: Tensor, query: Tensor) -> bool:
     """Return whether a mask that all heads share is for so many queries on a CPU that blocks of them are faster."""
-    if attention_mask is None or query.device.type != "cpu" or query.shape[2] <= BLOCK_QUERIES:
-        return False
-    return attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    is_shared = attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    return is_shared and query.device.type == "cpu" and query.shape[2] > BLOCK_QUERIES
 
 
 def _attend_in_blocks(

@@ -94,8 +94,15 @@ def graft_artifact_plan(
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = replace(head, tensors=tensors, shared_keys=shared)
-    described = artifact.output, artifact.draft_config
-    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab, *described)
+    return HeadPlan(
+        layout,
+        artifact.num_modules,
+        convention,
+        template,
+        artifact.draft_vocab,
+        artifact.output,
+        artifact.draft_config,
+    )
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
@@ -214,7 +221,7 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
 def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: PretrainedConfig, head: MtpHead) -> None:
     """Start the head's final norm as the trunk's, whose stored weight w multiplies by w or by 1 + w."""
     key = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
-    norm = cast(Block, head.blocks[0]).final_norm
+    norm = head.module_for(1).final_norm
     if isinstance(norm, nn.Identity) or key not in checkpoint.tensors:
         return
     identity_D = next(checkpoint.family.classes.make_norm(text_config).parameters())

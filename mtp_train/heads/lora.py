@@ -88,13 +88,11 @@ def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[st
     # No subclasses: DeepSeek V4 has one that multiplies group by group, which peft's matrices would not do.
     layers = [name for name, part in blocks.named_modules() if type(part) is nn.Linear and part.weight.requires_grad]
     experts = [name for name, value in blocks.named_parameters() if is_stacked(name, value.shape)]
-    if targets is None:
-        return layers, experts
     known = sorted({name.rpartition(".")[-1] for name in layers + experts})
     problems = [
         f"head.lora.targets.{index}: {target!r}; expected a layer of the head: {', '.join(known)}. Write one of these, "
         "or head.lora.targets: null for all."
-        for index, target in enumerate(targets)
+        for index, target in enumerate(targets or ())
         if target not in known
     ]
     if problems:

@@ -43,11 +43,6 @@ class OutputRows(nn.Module):
         self.register_buffer("token_ids_R", ids, persistent=False)
         self.vocab_size = vocab_size
 
-    @classmethod
-    def chosen(cls, weight_VD: Tensor, token_ids_R: Tensor, dtype: torch.dtype) -> OutputRows:
-        """Return the rows of some tokens of a whole output matrix, in the dtype of the states to multiply."""
-        return cls(weight_VD[token_ids_R.to(weight_VD.device)].to(dtype), token_ids_R, len(weight_VD))
-
     def forward(self, state: Tensor) -> Tensor:
         """Return logits (..., V) of states (..., D), minus infinity for tokens without a row."""
         logits = state @ self.weight.T
@@ -184,9 +179,18 @@ class MtpHead(nn.Module):
         """
         return self.module_for(1).read(trunk_BTD)
 
+    def module_index(self, depth: int) -> int:
+        """Return the index of the module that drafts at ``depth`` (1-based)."""
+        return 0 if self.unroll == "recursive" else depth - 1
+
     def module_for(self, depth: int) -> Block:
         """Return the module that drafts at ``depth`` (1-based)."""
-        return cast(Block, self.blocks[0 if self.unroll == "recursive" else depth - 1])
+        return cast(Block, self.blocks[self.module_index(depth)])
+
+    def freeze_unused(self, num_depths: int) -> None:
+        """Freeze the modules that no depth uses: they get no gradient, which data-parallel wrappers do not expect."""
+        for module in set(self.blocks) - {self.module_for(depth) for depth in range(1, num_depths + 1)}:
+            module.requires_grad_(False)
 
     @property
     def state_width(self) -> int:
@@ -194,8 +198,7 @@ class MtpHead(nn.Module):
         return self.family.state_width(self.config)
 
     def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
-        first = self.family.has_chain_norm(self.config)
-        norm = (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
+        norm = self.module_for(1 if self.family.has_chain_norm(self.config) else depth).final_norm
         return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
@@ -205,13 +208,10 @@ class MtpHead(nn.Module):
 
     def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the embedding function of the head's input tokens: its own, or else ``shared``, the trunk's."""
-        own = cast(Block, self.blocks[0]).embedding
+        own = self.module_for(1).embedding
         return shared if own is None else own
 
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a query of ``depth`` attends to, None for all."""
-        layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]
+        layer = self._stock_layers[self.module_index(depth)]
         return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-
-    def layer_type(self, depth: int) -> str:
-        return str(self.config.layer_types[0 if self.unroll == "recursive" else depth - 1])

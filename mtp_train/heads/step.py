@@ -95,8 +95,9 @@ def _position_embeddings(
     kind = head.classes.rotary_kind
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
-    layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
-    return head.rotary(fused_BTD, positions_BT, *layer_type)
+    if head.rotary_takes_layer_type:
+        return head.rotary(fused_BTD, positions_BT, head.config.layer_types[head.module_index(depth)])
+    return head.rotary(fused_BTD, positions_BT)
 
 
 def unroll(

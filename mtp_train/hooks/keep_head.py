@@ -70,11 +70,8 @@ class KeepHead(TrainerCallback):
         if model is not None:
             keep_head(model, self.base)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, **others: Any
-    ) -> None:
-        """Replace the model's ``save_pretrained`` if that is still to do."""
-        keep_head(model, self.base)
+    # At the start of train(), if that is still to do.
+    on_train_begin = on_init_end
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, **others: Any
@@ -125,11 +122,6 @@ def kept_base(model: Any) -> Checkpoint:
     return inside(model).save_pretrained.base
 
 
-def save_with(model: Any, values: Callable[[], list[Tensor]]) -> None:
-    """Replace the values of the head that :func:`keep_head` adds to a model's saves, see ``_SaveWithHead.trained``."""
-    inside(model).save_pretrained.trained = values
-
-
 class _SaveWithHead:
     """Replacement of one model's ``save_pretrained``. A copy of the model gets a copy of it."""
 
@@ -167,7 +159,7 @@ class _SaveWithHead:
             logger.warning("%s: saved without its MTP head: %s To add it later: %s", directory, error, cure)
 
 
-def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = None, *, trained: bool = False) -> None:
+def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, trained: bool) -> None:
     """Add the base's head, or other ``values`` for it, to a saved checkpoint, unless it has a complete head."""
     saved = open_checkpoint(directory)
     if diagnose_head(saved).complete:

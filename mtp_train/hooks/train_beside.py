@@ -36,10 +36,10 @@ from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.data.pack import PackedBatch
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import HeadPlan, build_head, graft_plan, trained_head
+from mtp_train.heads.build import build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
-from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
+from mtp_train.hooks.keep_head import inside, keep_head, kept_base
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.shard import shards_trunk
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 # A hidden file: copies, exports and uploads of a checkpoint leave it out.
 STATE_FILE = ".mtp_head_state.safetensors"
 HEAD_DIRECTORY = "mtp_head"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_GRAD_NORM = 1.0
 
 
@@ -106,13 +106,12 @@ class HeadBeside(TrainerCallback):
     def __init__(self, model: Any, accelerator: Accelerator, *, lr: float, num_depths: int, depth_decay: float) -> None:
         self.model, self.accelerator, self.lr = inside(model), accelerator, lr
         base = kept_base(model)
-        self.plan: HeadPlan = graft_plan(base, base, "auto")
+        self.plan = graft_plan(base, base, "auto")
         with unchanged_random_state(self.model.device):
             self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
         if self.head.unroll != "recursive":
             num_depths = min(num_depths, len(self.head.blocks))
-        for module in set(self.head.blocks) - {self.head.module_for(depth + 1) for depth in range(num_depths)}:
-            module.requires_grad_(False)
+        self.head.freeze_unused(num_depths)
         # Keep peft's wrapper: the trunk detects an adapter by it.
         unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
         self.trunk = Trunk(unwrapped, base.family, is_view=True)
@@ -127,7 +126,7 @@ class HeadBeside(TrainerCallback):
         self._micro_batches = 0
         self._told = False
         self._hooks: list[RemovableHandle] = []
-        save_with(model, self.native_values)
+        self.model.save_pretrained.trained = self.native_values
 
     def native_values(self) -> list[Tensor]:
         return [pending.load() for pending in trained_head(self.plan, self.head.state_dict()).tensors]
@@ -296,10 +295,8 @@ class HeadBeside(TrainerCallback):
         found = load_file(checkpoint / STATE_FILE)
         for name, value in self.named.items():
             value.data.copy_(found[f"weight.{name}"])
-            moments = {field: found[f"{field}.{name}"] for field in MOMENTS}
-            self.optimizer.state[value] = {
-                field: entry if field == "step" else entry.to(value.device) for field, entry in moments.items()
-            }
+            moments = {field: found[f"{field}.{name}"].to(value.device) for field in MOMENTS}
+            self.optimizer.state[value] = {"step": found[f"step.{name}"], **moments}
 
 
 def unchanged_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:

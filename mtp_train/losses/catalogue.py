@@ -66,19 +66,12 @@ class Loss:
     prepare: str | PrepareFn | None = None
     distils: bool = True
 
-    def rows_fn(self) -> RowsFn:
-        return _resolved(self.rows)
-
-    def prepared(self, teacher_logits_CV: Tensor | None, temperature: float) -> Any:
-        if self.prepare is None or teacher_logits_CV is None:
-            return teacher_logits_CV
-        return _resolved(self.prepare)(teacher_logits_CV, temperature)
-
-    def combine_fn(self) -> CombineFn | None:
-        return None if self.combine is None else _resolved(self.combine)
+    def prepared(self, teacher_logits_CV: Tensor, temperature: float) -> Any:
+        return teacher_logits_CV if self.prepare is None else resolved(self.prepare)(teacher_logits_CV, temperature)
 
 
-def _resolved(function: Any) -> Any:
+def resolved(function: Any) -> Any:
+    """Return a function of a loss, imported if it is given by name; None stays None."""
     return pkgutil.resolve_name(function) if isinstance(function, str) else function
 
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mtp_train.losses.catalogue import Loss, RowLoss, find_loss
+from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, resolved
 
 if TYPE_CHECKING:
-    from mtp_train.losses.catalogue import RowWork
+    from mtp_train.losses.catalogue import RowsFn, RowWork
 
 CHUNK_ROWS = 256
 """Target rows of one chunk on a CPU, and the fewest on a GPU, see :func:`chunk_rows`."""
@@ -81,11 +82,9 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
     Returns:
         Shape (K, B, T, ...); the first k rows of depth k are 0, as no start precedes them by k.
     """
-    moved = []
-    for depth, rows in enumerate(starts, start=1):
-        empty = rows.new_zeros(rows.shape[0], min(depth, rows.shape[1]), *rows.shape[2:])
-        moved.append(torch.cat([empty, rows[:, : max(0, rows.shape[1] - depth)]], dim=1))
-    return torch.stack(moved)
+    others = [0, 0] * (starts[0].ndim - 2)
+    moved = (pad(rows, [*others, depth, 0])[:, : rows.shape[1]] for depth, rows in enumerate(starts, start=1))
+    return torch.stack(list(moved))
 
 
 def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +141,7 @@ def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -
     size costs page faults: the whole chunk at once takes two to three times as long. The gradients of several blocks
     are written into the logits.
     """
-    rows_fn = loss.rows_fn()
+    rows_fn: RowsFn = resolved(loss.rows)
     teachers = None
     if teacher_logits_CV is not None:
         teachers = [loss.prepared(block, temperature) for block in _blocks(teacher_logits_CV)]
@@ -238,7 +237,7 @@ def frozen_head_loss(
 
 def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor) -> LossTerms:
     """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
-    slope_KN, combine = row_weight_KN, loss.combine_fn()
+    slope_KN, combine = row_weight_KN, resolved(loss.combine)
     if combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)

@@ -85,16 +85,13 @@ class HeadTraining(nn.Module):
         # Before the first forward pass: states of shown layers are recorded during the pass.
         self.trunk.show_layers(head.trunk_layers)
         self.head = head
-        # Modules that no depth uses get no gradient, which data-parallel wrappers report as an error.
-        for module in set(head.blocks) - {head.module_for(depth) for depth in range(1, num_depths + 1)}:
-            module.requires_grad_(False)
+        head.freeze_unused(num_depths)
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature
         self.apart = apart
         self.recompute = recompute
         self.compute_dtype = compute_dtype
-        self.owns_rows = isinstance(head.module_for(1).lm_head, OutputRows)
         self._rows_RD: Tensor | None = None
         self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
@@ -112,7 +109,6 @@ class HeadTraining(nn.Module):
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
-        autocast = None if self.compute_dtype is torch.float32 else self.compute_dtype
         with self.trunk.computing_in(self.compute_dtype):
             rows = aligned_rows(
                 self.trunk,
@@ -123,10 +119,10 @@ class HeadTraining(nn.Module):
                 forwards=micro.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
-                autocast=autocast,
+                autocast=self.compute_dtype,
             )
             if measures:
-                with autocasting(micro.scale_K.device, autocast):
+                with autocasting(micro.scale_K.device, self.compute_dtype):
                     return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
         return self._loss(rows, micro.scale_K, micro.used_N)
 
@@ -138,7 +134,7 @@ class HeadTraining(nn.Module):
             if self._rows_RD is None:
                 self._rows_RD = lm_head_VD[vocab_R].to(self.compute_dtype)
             lm_head_VD = self._rows_RD
-            if own_heads is not None and not self.owns_rows:
+            if own_heads is not None and not isinstance(self.head.module_for(1).lm_head, OutputRows):
                 own_heads = [own_VD[vocab_R] for own_VD in own_heads]
             # Tokens outside the draft vocabulary get a wrong index here. They are masked out of the loss, so it is
             # never read.

@@ -55,7 +55,7 @@ def cache_digest(
     tokens = hashlib.sha256()
     for document in documents:
         tokens.update(len(document.input_ids).to_bytes(8, "little"))
-        tokens.update(np.asarray(document.input_ids, dtype=np.int32).tobytes())
+        tokens.update(document.input_ids.tobytes())
     contents = [dict(trunk), None if adapter is None else dict(adapter)]
     identity = [tokens.hexdigest(), *contents, *settings, str(state.dtype), state.shape[-1]]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -77,11 +77,11 @@ class HiddenCache:
     def __init__(self, directory: Path, documents: Sequence[Document], state: Tensor) -> None:
         self.directory, self.documents = directory, documents
         self.width, self.dtype = state.shape[-1], state.dtype
-        self.token_bytes = self.width * self.dtype.itemsize
+        token_bytes = self.width * self.dtype.itemsize
         lengths = [len(document.input_ids) for document in documents]
         self.num_tokens = sum(lengths)
-        self.num_bytes = self.num_tokens * self.token_bytes
-        self.shard_documents = max(1, SHARD_BYTES // (max(lengths) * self.token_bytes))
+        self.num_bytes = self.num_tokens * token_bytes
+        self.shard_documents = max(1, SHARD_BYTES // (max(lengths) * token_bytes))
         self.num_shards = -(-len(documents) // self.shard_documents)
         # Memory-mapped: the operating system caches as much as fits.
         self._file = cache(lambda shard: safe_open(self._path(shard), framework="pt"))
@@ -159,6 +159,6 @@ def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Te
     if not documents:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
         return token_11, torch.full_like(token_11, PADDING_DOCUMENT)
-    ids = np.concatenate([np.asarray(document.input_ids, dtype=np.int64) for document in documents])
+    ids = np.concatenate([document.input_ids for document in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(document.input_ids) for document in documents])
-    return torch.from_numpy(ids)[None].to(device), torch.from_numpy(numbers)[None].to(device)
+    return torch.from_numpy(ids).long()[None].to(device), torch.from_numpy(numbers)[None].to(device)

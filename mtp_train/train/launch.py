@@ -30,7 +30,6 @@ _STALLED = timedelta(minutes=30)
 """A collective of training that takes longer fails: a process hangs."""
 _PATIENCE = timedelta(hours=24)
 """A process waits so long between two stages: for the slowest one's answers, or while the first hashes the inputs."""
-_ZERO_STAGES = (2, 3)
 
 Item = TypeVar("Item")
 
@@ -141,7 +140,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
         raise TrainingError(
             "launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as fsdp2.yaml of mtp-train recipes does."
         )
-    if found is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage not in _ZERO_STAGES:
+    if found is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage not in (2, 3):
         raise TrainingError(
             f"launcher: asks for ZeRO stage {accelerator.state.deepspeed_plugin.zero_stage}; expected 2 or 3. Use "
             "zero2.yaml or zero3.yaml (mtp-train recipes shows their paths)."

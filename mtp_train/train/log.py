@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from mtp_train.checkpoints.files import read_json
@@ -109,8 +110,8 @@ class RunLog:
         run_dir: Path,
         resume_step: int,
         *,
-        tracking: Tracking | None = None,
-        config: Mapping[str, Any] | None = None,
+        tracking: Tracking = Tracking(),
+        config: Mapping[str, Any] = MappingProxyType({}),
         on_log: Callable[[Mapping[str, Any]], None] = lambda metrics: None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ class RunLog:
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._on_log = on_log
         self._open = contextlib.ExitStack()
-        opened = (tracking or Tracking()).opened(run_dir, config or {}, resume_step=resume_step)
+        opened = tracking.opened(run_dir, config, resume_step=resume_step)
         self._trackers = self._open.enter_context(opened)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

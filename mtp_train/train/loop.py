@@ -28,14 +28,13 @@ from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
-from mtp_train.heads.alignment import valid_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import align_to_targets, depth_weights
+from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import RunLog
-from mtp_train.train.packed_rows import Forwards, Segment, group_by_length, segments
+from mtp_train.train.packed_rows import Forwards, Segment, group_by_length, segments, valid_rows
 from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
 from mtp_train.train.shard import shards_trunk
@@ -80,8 +79,12 @@ class LogSums:
 
     def saved(self) -> dict[str, Any]:
         """Return the constructor arguments of the sums, for a resume state."""
-        sums = {"loss_sum_K": self.loss_sum_K, "targets_K": self.targets_K}
-        return {**sums, "tokens": self.tokens, "seconds_before": self.seconds}
+        return {
+            "loss_sum_K": self.loss_sum_K,
+            "targets_K": self.targets_K,
+            "tokens": self.tokens,
+            "seconds_before": self.seconds,
+        }
 
 
 @dataclass
@@ -127,16 +130,15 @@ def micro_batches(
     Args:
         cache: The trunk's hidden states; None if the trunk computes them.
     """
-    depths, rank = range(1, len(weight_K) + 1), accelerator.process_index
-    totals = [sum(column) for column in zip(*(count_targets(one, len(depths)) for one in sequences), strict=True)]
+    num_depths, rank = len(weight_K), accelerator.process_index
+    totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
     rounds = plan.world_size * plan.accumulation
     pairs = zip(weight_K, totals, strict=True)
     scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
     for micro in range(plan.accumulation):
         own = list(sequences[plan.share(micro, rank)])
         batch = collate(own)
-        valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth) for depth in depths]
-        used_N = align_to_targets(valid).flatten(1, 2).any(dim=0).nonzero().squeeze(1)
+        used_N = valid_rows(batch, num_depths).any(dim=0).nonzero().squeeze(1)
         if cache is not None:
             made = MicroBatch(batch, scale_K, hidden_BTD=cache.rows(own), used_N=used_N)
         else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,8 @@ def segments(document_BT: NDArray[np.int64]) -> list[Segment]:
     """List the documents of a packed batch, row by row."""
     found: list[Segment] = []
     for row, numbers_T in enumerate(document_BT):
-        starts = [0, *(np.flatnonzero(np.diff(numbers_T)) + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], len(numbers_T)], strict=True):
+        ends = (np.flatnonzero(np.diff(numbers_T)) + 1).tolist()
+        for start, end in pairwise([0, *ends, len(numbers_T)]):
             if numbers_T[start] != PADDING_DOCUMENT:
                 found.append(Segment(row, start, end - start))
     return found
@@ -122,9 +123,15 @@ class AlignedRows(NamedTuple):
     """bool, at start rows: whether a decoding round can begin there, that is, whether the next token is a target."""
 
 
+def valid_rows(batch: PackedBatch, num_depths: int) -> Tensor:
+    """Return at which target rows each depth has a target that counts in the loss: bool, (K, N)."""
+    valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth) for depth in range(1, num_depths + 1)]
+    return align_to_targets(valid).flatten(1, 2)
+
+
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Return autocast to a dtype; for None, a context that leaves autocast as it is."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    """Return autocast to a dtype; for fp32 and None, a context that leaves autocast as it is."""
+    return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
 
 
 def aligned_rows(
@@ -147,7 +154,7 @@ def aligned_rows(
         hidden_BTD: The trunk's hidden states of the rows, zeros on padding; None runs the trunk.
         forwards: See :func:`isolated_hidden`.
         apart: See :func:`mtp_train.heads.step.unroll`.
-        autocast: The dtype of autocast for the head's products; None leaves autocast as it is.
+        autocast: The dtype of autocast for the head's products; None and fp32 leave autocast as it is.
     """
     trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
@@ -165,12 +172,11 @@ def aligned_rows(
             apart=apart,
             recompute=recompute,
         )
-    valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(
         align_to_targets(starts).flatten(1, 2),
         trunk.normed(hidden_BTD).flatten(0, 1),
         shift_left(batch.tokens_BT, 1, 0).flatten(),
-        align_to_targets(valid).flatten(1, 2),
+        valid_rows(batch, num_depths),
         # Depth 0 stands for the trunk: it predicts the token that depth 1 reads.
         valid_targets(batch.document_BT, batch.loss_mask_BT, 0).flatten(),
     )

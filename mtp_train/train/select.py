@@ -80,13 +80,11 @@ class Selection:
 
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
-        world = accelerator.num_processes
-        rank = accelerator.process_index
         device = accelerator.device
         total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
-        for together in full_batches(self.sequences, world):
-            own = [together[rank]]
+        for together in full_batches(self.sequences, accelerator.num_processes):
+            own = [together[accelerator.process_index]]
             hidden_BTD = None if self.cache is None else self.cache.rows(own)
             micro = MicroBatch(collate(own), torch.zeros(num_depths), hidden_BTD)
             total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))

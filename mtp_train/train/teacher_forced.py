@@ -9,7 +9,7 @@ Shapes: K depths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from mtp_train.acceptance.counts import entropy, overlap
-from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, draft_logits
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def target_figures(
     agreed_KN = torch.zeros_like(valid_KN)
     overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
-    logits: Callable[[Tensor], Tensor] = trunk.project
-    if draft_vocab_R is not None:
-        logits = OutputRows.chosen(trunk.lm_head_VD, draft_vocab_R, rows.teacher_ND.dtype)
+    logits = draft_logits(trunk, draft_vocab_R, rows.teacher_ND.dtype)
     # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
     num_rows = chunk_rows(len(trunk.lm_head_VD), gpu_bytes_of(valid_KN.device))
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):

@@ -32,6 +32,7 @@ from mtp_train.families import Convention, Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
+from mtp_train.heads.module import OutputRows
 from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
@@ -273,17 +274,13 @@ class Trunk(nn.Module):
 
     @without_cudnn_attention()
     @without_packed_rows()
-    def hidden(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Return the last hidden state, the input of :meth:`logits` and :meth:`head_input`. Shape (B, T, D).
 
         In a trunk with residual streams, D is the width of all streams. The states of :meth:`show_layers` come after
         it.
-
-        Args:
-            cache: The state of earlier tokens; updated in place.
         """
-        output = self.decoder(input_ids=tokens_BT, use_cache=cache is not None, **{CACHE: cache})
-        return self.last_state(output)
+        return self.last_state(self.decoder(input_ids=tokens_BT, use_cache=False))
 
     @without_cudnn_attention()
     def window_hidden(
@@ -342,6 +339,14 @@ class Trunk(nn.Module):
         logits = logits.reshape(*state.shape[:-1], logits.shape[-1])
         bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+def draft_logits(trunk: Trunk, token_ids_R: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the function from a head's states in a dtype to logits, of some tokens alone; None for all tokens."""
+    if token_ids_R is None:
+        return trunk.project
+    weight_VD = trunk.lm_head_VD
+    return OutputRows(weight_VD[token_ids_R.to(weight_VD.device)].to(dtype), token_ids_R, len(weight_VD))
 
 
 def non_finite_error(source: str, trunk: Trunk, num_tokens: int) -> CheckpointError:

@@ -104,7 +104,7 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
         asked: ``auto``, ``float32`` or ``bfloat16``.
     """
     if asked != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
+        return getattr(torch, asked)
     fits = 4 * num_weights <= MEMORY_SHARE * main_memory_bytes()
     return torch.float32 if device.type == "cpu" and fits else stored
 
@@ -155,7 +155,10 @@ def computing_in(
     kept = kept_in_fp32(model)
     scratch = scratch or Scratch()
     with ExitStack() as stack:
-        for unit, held in _units(model, layers, dtype, kept):
+        for name, unit in _units(model, layers):
+            held = _to_convert(name, unit, dtype, kept)
+            if not held:
+                continue
             converted = _Unit(unit, dtype, held, scratch)
             for handle in (
                 unit.register_forward_pre_hook(converted.before, with_kwargs=True),
@@ -189,17 +192,13 @@ def _to_convert(name: str, module: nn.Module, dtype: torch.dtype, kept: tuple[st
     ]
 
 
-def _units(
-    module: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, kept: tuple[str, ...], name: str = ""
-) -> Iterator[tuple[nn.Module, list[Held]]]:
-    """Yield the modules to convert as a unit, and their weights in another dtype: layers, and other such modules."""
+def _units(module: nn.Module, layers: Collection[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules to convert as a unit, by name: layers, and the largest modules without layers."""
     if module in layers or not any(child in layers for child in module.modules()):
-        held = _to_convert(name, module, dtype, kept)
-        if held:
-            yield module, held
+        yield name, module
         return
     for part, child in module.named_children():
-        yield from _units(child, layers, dtype, kept, f"{name}.{part}")
+        yield from _units(child, layers, f"{name}.{part}")
 
 
 class _Unit:

@@ -41,11 +41,6 @@ class LoggedProgress(Progress):
         self._lines = Console(stderr=True) if console.file is sys.stdout else console
         self._printed: dict[TaskID, float] = {}
 
-    def add_task(self, *args: Any, **fields: Any) -> TaskID:
-        task_id = super().add_task(*args, **fields)
-        self._printed[task_id] = self.get_time()
-        return task_id
-
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         self._print_if_due(task_id)
@@ -55,11 +50,11 @@ class LoggedProgress(Progress):
         self._print_if_due(task_id)
 
     def _print_if_due(self, task_id: TaskID) -> None:
-        now = self.get_time()
-        if now - self._printed.setdefault(task_id, now) < LINE_SECONDS:
-            return
-        self._printed[task_id] = now
         task = next(task for task in self.tasks if task.id == task_id)
+        elapsed = task.elapsed or 0.0
+        if elapsed - self._printed.get(task_id, 0.0) < LINE_SECONDS:
+            return
+        self._printed[task_id] = elapsed
         total = "" if task.total is None else f" of {task.total:g}"
         left = "" if task.time_remaining is None else f", {timedelta(seconds=round(task.time_remaining))} left"
         self.print_line(f"{task.description}: {task.completed:g}{total}{left}")
@@ -70,12 +65,12 @@ class LoggedProgress(Progress):
 
 def progress_on(console: Console, *, is_main: bool = True) -> Progress:
     """Return progress bars on a terminal, and lines in a log; neither on processes other than the main one."""
-    if is_main and not console.is_terminal and not console.quiet:
+    # Bars on a quiet console would swallow what other code prints.
+    is_shown = is_main and not console.quiet
+    if is_shown and not console.is_terminal:
         return LoggedProgress(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Bars on a quiet console would swallow what other code prints.
-    hidden = console.quiet or not console.is_terminal or not is_main
-    return Progress(*columns, console=console, disable=hidden, transient=True)
+    return Progress(*columns, console=console, disable=not is_shown, transient=True)
 
 
 @contextlib.contextmanager

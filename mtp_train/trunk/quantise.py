@@ -79,8 +79,11 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
     from transformers import BitsAndBytesConfig
 
     packed = layers_to_pack(model, quantization, where=where)
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name not in packed]
-    misfits = [name for name in linear if not name.endswith(_KEPT[quantization])]
+    misfits = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and name not in packed and not name.endswith(_KEPT[quantization])
+    ]
     if misfits:
         _LOG.warning(
             "%s: %d of %d linear layers stay unpacked, such as %s: 4 bits take rows in multiples of %d and columns in "
@@ -105,18 +108,16 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
 
 
 def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int, *, where: str = "trunk") -> int:
-    plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
-    if quantization is None:
-        return plain
-    packed = 0
-    for part in layers_to_pack(model, quantization, where=where).values():
-        plain -= part.weight.numel() * itemsize
-        packed += _packed_bytes(part, quantization)
-    return plain + packed
+    total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    if quantization is not None:
+        for part in layers_to_pack(model, quantization, where=where).values():
+            total += _packed_bytes(part, quantization) - part.weight.numel() * itemsize
+    return total
 
 
 def _packed_bytes(part: nn.Linear, quantization: Quantization) -> int:
     """Return the bytes of the packed numbers and of their fp32 scales: one scale a row, or one for each block of 64."""
+    numbers = part.weight.numel()
     if quantization == "8bit":
-        return part.weight.numel() + 4 * part.out_features
-    return part.weight.numel() // 2 + 4 * (-(-part.weight.numel() // _BLOCK))
+        return numbers + 4 * part.out_features
+    return numbers // 2 + 4 * (-(-numbers // _BLOCK))

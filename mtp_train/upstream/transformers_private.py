@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 from transformers import masking_utils
 
@@ -91,6 +91,11 @@ def attention_of(config: Any) -> str | None:
     return config._attn_implementation
 
 
+def attending_by(config: Any, name: str) -> AbstractContextManager[None]:
+    """Make models of a config use the attention function that is registered under a name, inside this context."""
+    return replacing(config, _attn_implementation=name)
+
+
 def set_attention(config: Any, name: str | None) -> None:
     """Make models of a config use the attention function that is registered under a name."""
     config._attn_implementation = name
@@ -151,10 +156,6 @@ def unpacking_gguf_in_fp32() -> Iterator[None]:
         yield
 
 
-_READ_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
-"""An environment variable of transformers: without it, threads read tensors ahead without a limit."""
-
-
 @contextmanager
 def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
     """Make ``from_pretrained`` call a function with each decoder layer of which all parameters are loaded.
@@ -167,26 +168,24 @@ def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
     """
     from transformers import core_model_loading
 
-    stock, earlier = core_model_loading.set_param_for_module, os.environ.get(_READ_IN_TURN)
-    pending: _PendingLayers | None = None
+    stock = core_model_loading.set_param_for_module
+    pending: dict[str, tuple[Any, set[str]]] = {}
 
     def set_and_tell(model: Any, name: str, *given: Any) -> None:
         nonlocal pending
-        pending = pending or _PendingLayers(model)
+        pending = pending or _pending_parameters(model)
         stock(model, name, *given)
-        layer = pending.completed_by(name)
-        if layer is not None:
-            on_layer(layer)
-            _mark_as_loaded(layer)
+        layer, missing = pending.get(name, (None, set()))
+        if name in missing and not model.get_parameter(name).is_meta:
+            missing.remove(name)
+            if not missing:
+                on_layer(layer)
+                _mark_as_loaded(layer)
 
-    os.environ[_READ_IN_TURN] = "1"
-    try:
-        with replacing(core_model_loading, set_param_for_module=set_and_tell):
-            yield
-    finally:
-        os.environ.pop(_READ_IN_TURN)
-        if earlier is not None:
-            os.environ[_READ_IN_TURN] = earlier
+    # Without the variable, threads read tensors ahead without a limit.
+    in_turn = patch_environment(HF_DEACTIVATE_ASYNC_LOAD=1)
+    with in_turn, replacing(core_model_loading, set_param_for_module=set_and_tell):
+        yield
 
 
 def _mark_as_loaded(layer: Any) -> None:
@@ -199,26 +198,15 @@ def _mark_as_loaded(layer: Any) -> None:
             module._is_hf_initialized = True
 
 
-class _PendingLayers:
-    """The decoder layers of a model, with the names of the parameters that are not loaded yet."""
-
-    def __init__(self, model: Any) -> None:
-        layers = model.get_decoder().layers
-        prefix = next(name for name, module in model.named_modules() if module is layers)
-        self._model = model
-        self._layers = list(layers)
-        self._names = [
-            {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()} for index, layer in enumerate(layers)
-        ]
-        self._index_of = {name: index for index, names in enumerate(self._names) for name in names}
-
-    def completed_by(self, name: str) -> Any | None:
-        """Return the layer whose last parameter has this name; None if others are missing, or this one still is."""
-        index = self._index_of.get(name)
-        if index is None or name not in self._names[index] or self._model.get_parameter(name).is_meta:
-            return None
-        self._names[index].remove(name)
-        return None if self._names[index] else self._layers[index]
+def _pending_parameters(model: Any) -> dict[str, tuple[Any, set[str]]]:
+    """Return the names of the parameters in a model's decoder layers, to their layer and its parameters not loaded."""
+    pending: dict[str, tuple[Any, set[str]]] = {}
+    layers = model.get_decoder().layers
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    for index, layer in enumerate(layers):
+        missing = {f"{prefix}.{index}.{name}" for name, _ in layer.named_parameters()}
+        pending |= dict.fromkeys(missing, (layer, missing))
+    return pending
 
 
 def torch_function_of(function: Any) -> Any:

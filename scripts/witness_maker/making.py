@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
@@ -113,7 +113,7 @@ def random_trunk(family: Family, shape: WitnessShape) -> Trunk:
 
 def _config(family: Family, shape: WitnessShape) -> PretrainedConfig:
     if family.trunk.stand_in is not None:
-        return family.trunk.stand_in.config_class()(**shape.fields)
+        return CONFIG_MAPPING[family.trunk.stand_in.model_type](**shape.fields)
     kind = shape.config_type or family.model_types[0]
     fields = shape.fields if shape.wrapper is None else {"text_config": dict(shape.fields), **shape.wrapper}
     config: PretrainedConfig = AutoConfig.for_model(kind, **fields)

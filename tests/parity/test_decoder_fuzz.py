@@ -123,8 +123,8 @@ def decode(case: Case) -> list[GenerationResult]:
         records=True,
     )
 
-    def session(rounds: Rounds, lanes: list[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int) -> Session:
-        return Session(rounds, lanes, costs, max_depth, max_in_flight=int(case.is_ahead))
+    def session(rounds: Rounds, lanes: list[Lane], costs: RoundCosts, max_in_flight: int) -> Session:
+        return Session(rounds, lanes, costs, max_in_flight=int(case.is_ahead))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mtp_inference.decoder, "Session", session)

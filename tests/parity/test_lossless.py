@@ -181,11 +181,11 @@ def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.Monke
 
 def forget_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drafts of a window write over the inputs before it."""
-    ring = ConvolutionInputs.ring
+    ring = ConvolutionInputs.buffer
     monkeypatch.setattr(
         ConvolutionInputs,
-        "ring",
-        lambda layer, number, like_BT, num_before: ring(layer, number, like_BT, num_before - layer.max_undecided + 1),
+        "buffer",
+        lambda layer, number, like_BT, num_places: ring(layer, number, like_BT, num_places - layer.max_undecided + 1),
     )
 
 

@@ -33,7 +33,7 @@ from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
-from plain_decoding import plain_greedy
+from plain_decoding import hidden_after, plain_greedy
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE
 
@@ -174,7 +174,7 @@ def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
     for text, drafts in short:
         cache = DynamicCache(config=both.trunk.config)
         with torch.no_grad():
-            hidden_1TD = both.trunk.hidden(torch.tensor([text[:-1]]), cache=cache)
+            hidden_1TD = hidden_after(both.trunk, torch.tensor([text[:-1]]), cache)
             layers = dict(zip(both.trunk.config.layer_types, cache.layers, strict=True))
             keys = {kind: (layer.keys, layer.values) for kind, layer in layers.items()}
             state, token, expected = hidden_1TD[:, -1:], torch.tensor([text[-1:]]), []

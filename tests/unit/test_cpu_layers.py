@@ -141,7 +141,7 @@ def test_only_plain_layers_are_packed_and_only_where_the_copies_fit(monkeypatch:
     assert is_plain(nn.Linear(8, 6))
     assert not any(map(is_plain, (Other(8, 6), nn.Linear(8, 6).half(), hooked, nn.Embedding(8, 6))))
     for native in (False, True):
-        monkeypatch.setattr(cpu_layers, "bf16_support", lambda device, native=native: (native, "set here"))
+        monkeypatch.setattr(cpu_layers, "slow_halves", lambda dtype, device, native=native: not native)
         assert is_plain(nn.Linear(8, 6).bfloat16()) == native
     layer = nn.Linear(100, 100, bias=False)
     # 40,000 bytes of weights and as many of copies, in 60 % of the memory.

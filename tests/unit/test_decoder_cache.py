@@ -207,7 +207,7 @@ def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, 
 
 
 def test_a_window_beyond_the_buffers_is_refused() -> None:
-    cache = WindowCache(tiny_trunk("mistral").config, num_rows=1, capacity=12, max_window=4)
+    cache = WindowCache(tiny_trunk("mistral").config, num_rows=1, capacity=12, max_window=4, max_undecided=4)
     with pytest.raises(RuntimeError, match=r"5 tokens up to position 9; .* 4 tokens and 12 positions"):
         cache.begin(Window(slice(0, 1), torch.arange(4, 9)[None], 9))
     with pytest.raises(RuntimeError, match="up to position 13"):
@@ -217,7 +217,7 @@ def test_a_window_beyond_the_buffers_is_refused() -> None:
 
 
 def test_a_commit_of_no_forward_is_refused() -> None:
-    cache = WindowCache(tiny_trunk("qwen3_5").config, num_rows=1, capacity=12, max_window=4)
+    cache = WindowCache(tiny_trunk("qwen3_5").config, num_rows=1, capacity=12, max_window=4, max_undecided=4)
     cache.begin(Window(slice(0, 1), torch.arange(4)[None], 4, 0))
     with pytest.raises(RuntimeError, match="no window ran; expected one forward before every commit"):
         cache.commit(None)
@@ -226,4 +226,4 @@ def test_a_commit_of_no_forward_is_refused() -> None:
 def test_a_trunk_whose_state_cannot_be_taken_back_is_refused() -> None:
     config = FalconH1Config(num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match=r"trunk layer 0: .* cannot undo a rejected draft"):
-        WindowCache(config, num_rows=1, capacity=16, max_window=8)
+        WindowCache(config, num_rows=1, capacity=16, max_window=8, max_undecided=8)

@@ -243,16 +243,16 @@ def test_where_two_are_as_good_it_rarely_changes(monkeypatch: pytest.MonkeyPatch
 
 def test_costs_are_measured_before_depths_are_compared() -> None:
     costs = RoundCosts()
-    controller = DepthController(MAX_DEPTH, None)
+    controller = DepthController(MAX_DEPTH, Acceptance())
     for expected in [0] * 4 + [3] * 4:
         assert next_depth(controller, costs) == expected
         costs.observe(1, expected, 1.0 + 0.1 * expected)
     assert costs.curve(1, 5)[5] == pytest.approx(1.5)
     # The next request does not measure again, only another batch size does.
-    assert next_depth(DepthController(MAX_DEPTH, None), costs) > 3
-    assert next_depth(DepthController(MAX_DEPTH, None), costs, 2) == 0
-    assert next_depth(DepthController(2, None), measured_costs(d0=1.0)) == 2
-    assert next_depth(DepthController(0, None), RoundCosts()) == 0
+    assert next_depth(DepthController(MAX_DEPTH, Acceptance()), costs) > 3
+    assert next_depth(DepthController(MAX_DEPTH, Acceptance()), costs, 2) == 0
+    assert next_depth(DepthController(2, Acceptance()), measured_costs(d0=1.0)) == 2
+    assert next_depth(DepthController(0, Acceptance()), RoundCosts()) == 0
 
 
 def test_only_where_costs_are_plain_means_outliers_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ def test_costs_that_changed_are_measured_again() -> None:
     costs = measured_costs(d0=10.0, d3=11.0)
     for _ in range(600):
         costs.observe(1, 3, 1.1)
-    assert next_depth(DepthController(MAX_DEPTH, None), costs) == 0
+    assert next_depth(DepthController(MAX_DEPTH, Acceptance()), costs) == 0
 
 
 def test_a_batch_takes_the_depth_that_is_best_for_all_rows_together() -> None:
@@ -281,7 +281,7 @@ def test_a_batch_takes_the_depth_that_is_best_for_all_rows_together() -> None:
 def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
     """Three rows accept 3 drafts of 3 and one none, and a round with drafts takes twice as long."""
     costs = measured_costs(num_rows=4, d0=1.0, d3=2.0)
-    rows = [knowing(1.0, max_depth=3) for _ in range(3)] + [DepthController(3, None)]
+    rows = [knowing(1.0, max_depth=3) for _ in range(3)] + [DepthController(3, Acceptance())]
     for _ in range(40):
         rows[-1].observe(3, 0)
     assert batch_depth(rows, costs, 4, 3, [100] * 4) == 0

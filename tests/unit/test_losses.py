@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtp_train.losses import chunked as losses
-from mtp_train.losses.catalogue import RowLoss, find_loss
+from mtp_train.losses.catalogue import RowLoss, find_loss, resolved
 from mtp_train.losses.chunked import (
     CHUNK_ROWS,
     CHUNK_TENSORS,
@@ -112,7 +112,7 @@ def row_losses(
     kind: str, logits_CV: Tensor, teacher_CV: Tensor | None, targets_C: Tensor, temperature: float
 ) -> RowLoss:
     loss = find_loss(kind)
-    return loss.rows_fn()(logits_CV, loss.prepared(teacher_CV, temperature), targets_C, temperature)
+    return resolved(loss.rows)(logits_CV, loss.prepared(teacher_CV, temperature), targets_C, temperature)
 
 
 def ours(rows: Rows, kind: str, temperature: float = 1.0) -> LossTerms:

@@ -29,7 +29,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def fill(run_dir: Path, last: int, tracking: Tracking | None = None, resume_step: int = 0) -> None:
-    log = RunLog(run_dir, resume_step, tracking=tracking, config={"seed": 1})
+    log = RunLog(run_dir, resume_step, tracking=tracking or Tracking(), config={"seed": 1})
     for step in range(resume_step + 1, last + 1):
         log.log(step, {"loss": 1.0 / step, "device": "cpu"})
     log.close()

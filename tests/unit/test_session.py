@@ -125,10 +125,10 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at every round one round late, as on a GPU."""
 
     def session(
-        rounds: mtp_inference.decoder.Rounds, lanes: list[Lane], costs: RoundCosts, max_depth: int, max_in_flight: int
+        rounds: mtp_inference.decoder.Rounds, lanes: list[Lane], costs: RoundCosts, max_in_flight: int
     ) -> Session:
         assert max_in_flight == 0
-        return Session(rounds, lanes, costs, max_depth, max_in_flight=1)
+        return Session(rounds, lanes, costs, max_in_flight=1)
 
     monkeypatch.setattr(mtp_inference.decoder, "Session", session)
 

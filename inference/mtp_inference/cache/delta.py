@@ -27,7 +27,6 @@ Shapes: B rows, T tokens of the window, H value heads, Kd key width, Vd value wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,15 +45,6 @@ class DeltaWindow(NamedTuple):
     """Logarithm of c_t."""
     state_BHKV: Tensor
     """State before the window."""
-
-    def joined(self, windows: Sequence[DeltaWindow], state_BHKV: Tensor) -> DeltaWindow:
-        """Return the windows of several layers as one, with all their rows; their states are in ``state_BHKV``."""
-        return DeltaWindow(
-            torch.cat([window.key_NTK for window in windows]),
-            torch.cat([window.correction_NTV for window in windows]),
-            torch.cat([window.log_decay_NTX for window in windows]),
-            state_BHKV,
-        )
 
     def to(self, dtype: torch.dtype) -> DeltaWindow:
         """Return the window unchanged: it is in fp32, the only dtype that a state is cast to."""

@@ -66,13 +66,19 @@ class AttentionStore(CacheLayerMixin, PlacedState):
     """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
 
-    def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_rows: int, size: int, sliding_window: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         CacheLayerMixin.__init__(self)
         PlacedState.__init__(self, num_rows)
         self.size = size
         self.sliding_window = sliding_window
         self.buffer_dtype = dtype
-        self.kind = "full_attention" if sliding_window is None else "sliding_attention"
+
+    @property
+    def kind(self) -> str:
+        """The layer type, by which layers share a mask."""
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         heads = (self.num_rows, key_states.shape[1], self.size)
@@ -97,8 +103,7 @@ class AttentionStore(CacheLayerMixin, PlacedState):
                 buffer[window.row_index_B1, :, slots_BT] = new.transpose(1, 2).to(buffer.dtype)
         if window.keys_only and self.last_to_write:
             raise KeysWritten
-        used = min(window.used, self.size)
-        keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
+        keys, values = (buffer[window.rows, :, : window.used] for buffer in (self.keys, self.values))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     @torch.no_grad()
@@ -132,12 +137,9 @@ class IndexedStore(AttentionStore):
     (``mtp_train.families.mechanisms.key_pools``) with a slot for every position.
     """
 
+    kind = "indexed_attention"
     last_to_write = False
     needs_mask = True
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__(num_rows, size, None)
-        self.kind = "indexed_attention"
 
     @property
     def indexer_position_ids(self) -> None:
@@ -177,7 +179,7 @@ class IndexedStore(AttentionStore):
         """Write an entry for each token of the window, in the slot of its keys; return the entries in use."""
         window = self.window
         buffer_BSX = self.place(name, new_BTX, window.slots_BT(self.size), self.size)
-        return buffer_BSX[window.rows, : min(window.used, self.size)]
+        return buffer_BSX[window.rows, : window.used]
 
 
 class BlockStore(IndexedStore):
@@ -188,11 +190,8 @@ class BlockStore(IndexedStore):
     :meth:`update_positions`.
     """
 
+    kind = "full_attention"
     needs_mask = False
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__(num_rows, size)
-        self.kind = "full_attention"
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Write the window's indexer keys (B, 1, T, width); return the indexer keys in use, (B, 1, used, width)."""
@@ -227,6 +226,11 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the window's inputs; return the groups that it may complete, preceded by the group before them.
+
+        Returns:
+            Group numbers, int (B, G + 1), consecutive, -1 if there is no group before; their inputs, (B, G + 1, N, X).
+        """
         window = self.window
         buffer_BSX = self.place(f"{name} inputs", inputs_BTX, window.slots_BT(self.num_inputs), self.num_inputs)
         device = inputs_BTX.device
@@ -238,6 +242,7 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
+        """Write the entries of groups; return all entries in use, (B, E, X), incomplete groups included."""
         window = self.window
         buffer_BEX = self.place(f"{name} entries", entries_BGX, groups_BG % self.num_entries, self.num_entries)
         return buffer_BEX[window.rows, : window.used // self.group_size]
@@ -273,7 +278,7 @@ class WindowCache(RowState, Cache):
 
     Args:
         max_window: Longest window; buffers of sliding-window layers are larger by it.
-        max_undecided: Longest window whose tokens may be rejected; None for ``max_window``.
+        max_undecided: Longest window whose tokens may be rejected.
         dtype: Dtype of the stored keys, values and convolution inputs, if windows are computed in another dtype
             (:attr:`converts`); None for the dtype of the first window.
 
@@ -288,24 +293,23 @@ class WindowCache(RowState, Cache):
         num_rows: int,
         capacity: int,
         max_window: int,
-        max_undecided: int | None = None,
+        max_undecided: int,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
-        self.max_undecided = max_undecided or max_window
+        self.max_undecided = max_undecided
         self.dtype = dtype
         stock = DynamicCache(config=config).layers
         super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])
-        # Layers of one kind share a mask.
         self._attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in self._attention if one.needs_mask}
         recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
         self.recurrent = RecurrentLayers(recurrent, num_rows, dtype)
         """The recurrent layers among the layers."""
-        stateless = [one for one in self.layers if type(one).__name__ == _STATELESS]
-        self.converts = all(type(one) in (AttentionStore, RecurrentStore) or one in stateless for one in self.layers)
+        converting = (AttentionStore, RecurrentStore)
+        self.converts = all(type(one) in converting or type(one).__name__ == _STATELESS for one in self.layers)
         """Whether windows may be computed in another dtype than the stored one."""
 
     def begin(self, window: Window) -> dict[str, Tensor | None]:
@@ -340,30 +344,30 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
-        window = getattr(layer, "sliding_window", None)
+        name, window = type(layer).__name__, getattr(layer, "sliding_window", None)
         # One more window than the layer attends to: writing a window must not overwrite keys that its first token
         # needs.
         size = self.capacity if window is None else min(self.capacity, window + self.max_window)
-        if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+        if name in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
             return ConvolvedStore(self.num_rows, size, window, self.max_undecided, layer.number_of_states)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             return AttentionStore(self.num_rows, size, window, self.dtype)
         if type(layer) is DynamicIndexedLayer:
             return IndexedStore(self.num_rows, self.capacity)
-        if type(layer).__name__ == BLOCK_CACHE_LAYER:
+        if name == BLOCK_CACHE_LAYER:
             return BlockStore(self.num_rows, self.capacity)
-        if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
+        if name in COMPRESSED_CACHE_LAYERS:
             return CompressedStore(
                 self.num_rows, self.capacity, self.max_window, layer.sliding_window, layer.compress_rate
             )
-        if type(layer).__name__ == _STATELESS:
+        if name == _STATELESS:
             return layer
         if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
             return RecurrentStore()
         if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
             return NgramStore(self.num_rows, self.max_undecided)
         raise UnsupportedModelError(
-            f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+            f"trunk layer {index}: keeps its state in a {name}, which cannot undo a rejected draft; "
             "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
         )
 

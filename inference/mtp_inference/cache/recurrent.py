@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, heads_first
-from mtp_inference.cache.rows import PlacedState, RowState
+from mtp_inference.cache.rows import PlacedState, RowState, places_from
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer, replacing
@@ -143,8 +143,8 @@ class RecurrentStore(LinearAttentionLayer):
     views of the buffers of :class:`RecurrentLayers`, and None until the first window is committed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states=number_of_states)
         # With this, transformers passes the convolution's inputs to the cache for single tokens too.
         self.activate_past_recording()
         self.conv_BCW: Tensor | None = None
@@ -213,9 +213,9 @@ class ConvolutionInputs(LinearAttentionLayer, PlacedState):
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
         inputs_BTC = conv_states.transpose(1, 2)
         window, num_before = self.window, conv_kernel_size - 1
-        ring_BZC = self.ring(state_idx, inputs_BTC, num_before)
-        before_W = torch.arange(-num_before, 0, device=inputs_BTC.device)
-        positions_BN = torch.cat([window.positions_BT[:, :1] + before_W, window.positions_BT], dim=1)
+        # What belongs to position p is at place p % Z.
+        ring_BZC = self.buffer(state_idx, inputs_BTC, num_before + self.max_undecided)
+        positions_BN = places_from(window.positions_BT[:, 0] - num_before, num_before + window.num_tokens)
         places_BN = positions_BN % ring_BZC.shape[1]
         known_BNC = torch.cat([ring_BZC[window.row_index_B1, places_BN[:, :num_before]], inputs_BTC], dim=1)
         num_kept = min(window.num_tokens, ring_BZC.shape[1])
@@ -229,10 +229,6 @@ class ConvolutionInputs(LinearAttentionLayer, PlacedState):
         num_tokens = inputs_BTC.shape[1]
         return [known_BNC[:, first : first + num_tokens] for first in range(width - 1, -1, -1)]
 
-    def ring(self, state_idx: int, like_BT: Tensor, num_before: int) -> Tensor:
-        """Return the ring buffer (B, Z, ...) of a state: what belongs to position p is at place ``p % Z``."""
-        return self.buffer(state_idx, like_BT, num_before + self.max_undecided)
-
 
 _CONVOLUTION, _TOKENS = 1, 2
 NGRAM_STATES = 3
@@ -243,12 +239,8 @@ class NgramStore(RowState, RecurrentStore):
     """State of a recurrent layer with a second convolution that also reads the tokens before a window (Qwen4-Exp)."""
 
     def __init__(self, num_rows: int, max_undecided: int) -> None:
-        super().__init__()
-        self.number_of_states = NGRAM_STATES
+        super().__init__(NGRAM_STATES)
         self._inputs = ConvolutionInputs(num_rows, max_undecided, NGRAM_STATES)
-        for state in (_CONVOLUTION, _TOKENS):
-            self.conv_states[state] = None
-            self.is_conv_states_initialized[state] = self.has_previous_state[state] = False
 
     def begin(self, window: Window) -> None:
         """Expose the states of the window's rows, and the tokens before the window, to the model."""
@@ -295,8 +287,8 @@ class RecurrentLayers(RowState):
 
     _window: Window
 
-    def __init__(self, stores: Sequence[RecurrentStore], num_rows: int, conv_dtype: torch.dtype | None = None) -> None:
-        self.stores = list(stores)
+    def __init__(self, stores: Sequence[RecurrentStore], num_rows: int, conv_dtype: torch.dtype | None) -> None:
+        self.stores = stores
         self.num_rows = num_rows
         self.conv_dtype = conv_dtype
         self.conv_LBWC: Tensor | None = None
@@ -347,8 +339,10 @@ class RecurrentLayers(RowState):
         # The number of an inactive row may be out of range. From here on, layers are further rows.
         num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
         state_RHKV = state_LBHKV.flatten(0, 1)
-        windows[0].joined(windows, state_RHKV).commit(num_kept_R, state_RHKV)
-        taken_RW = num_kept_R[:, None] + torch.arange(conv_LBWC.shape[2], device=new_LBNC.device)
+        keys, corrections, log_decays, _ = zip(*windows, strict=True)
+        joined = DeltaWindow(torch.cat(keys), torch.cat(corrections), torch.cat(log_decays), state_RHKV)
+        joined.commit(num_kept_R, state_RHKV)
+        taken_RW = places_from(num_kept_R, conv_LBWC.shape[2])
         kept_RWC = new_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
         conv_LBWC.copy_(kept_RWC.view_as(conv_LBWC))
 

@@ -1,4 +1,4 @@
-"""State with a row for each row of a batch, so that the rows of finished texts can be dropped.
+"""State with a row for each row of a batch, so that the rows of finished texts can be dropped, and places in it.
 
 Shapes: B rows, T tokens of the window, Z places of a buffer.
 """
@@ -46,6 +46,16 @@ def select_rows(buffers: Any, rows_R: Tensor, dim: int = 0) -> Any:
     if isinstance(buffers, dict):
         return {name: select_rows(buffer, rows_R, dim) for name, buffer in buffers.items()}
     return type(buffers)(*(select_rows(buffer, rows_R, dim) for buffer in buffers))
+
+
+def places_from(first_B: Tensor, num_places: int) -> Tensor:
+    """Return consecutive places of each row, int64 (B, T), from ``first_B`` on."""
+    return first_B[:, None] + torch.arange(num_places, device=first_B.device)
+
+
+def first_places(like_BT: Tensor, num_B: Tensor) -> Tensor:
+    """Return a mask of the first ``num_B`` places of each row, bool (B, T), of a tensor (B, T, ...)."""
+    return torch.arange(like_BT.shape[1], device=num_B.device) < num_B[:, None]
 
 
 class PlacedState(RowState):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
-from mtp_train.upstream.transformers_private import attention_of, sdpa_mask, set_attention
+from mtp_train.upstream.transformers_private import attending_by, sdpa_mask
 
 WINDOW_ATTENTION = "mtp_window"
 MAX_PACKED_QUERIES = 64
@@ -153,10 +153,5 @@ AttentionMaskInterface.register(WINDOW_ATTENTION, sdpa_mask)
 @contextmanager
 def attending_in_windows(config: PretrainedConfig) -> Iterator[None]:
     """Make the model of a config use :func:`window_attention` inside the block."""
-    stock = attention_of(config)
-    set_attention(config, WINDOW_ATTENTION)
-    try:
-        with without_cudnn_attention():
-            yield
-    finally:
-        set_attention(config, stock)
+    with attending_by(config, WINDOW_ATTENTION), without_cudnn_attention():
+        yield

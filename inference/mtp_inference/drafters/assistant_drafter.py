@@ -62,8 +62,7 @@ class AssistantDrafter(StateDrafter):
         # Not the cache as an attribute: the batch itself drops its rows.
         self.trunk_layers = cache.layers
         self.model = model
-        weight_AE = model.pre_projection.weight
-        self.state_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
+        self.state_B1D = model.pre_projection.weight.new_zeros(num_rows, 1, model.post_projection.out_features)
 
     def read(self, hidden: Tensor) -> Tensor:
         return self.trunk.normed(hidden)
@@ -72,44 +71,32 @@ class AssistantDrafter(StateDrafter):
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         keys, masks = self._shared_keys(Window(slice(0, len(seen_B1)), seen_B1, plan.used))
-        hidden_B1D = self.state_B1D
-        for _ in range(plan.depth):
-            inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
-            state_B1A = self._run(inputs_B1E, seen_B1 + POSITION_OFFSET, keys, masks)
-            choice.add(self._logits(state_B1A))
-            hidden_B1D = self.model.post_projection(state_B1A)
+        hidden_B1D, decoder = self.state_B1D, self.model.model
+        with attending_in_windows(decoder.config):
+            for _ in range(plan.depth):
+                inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
+                output = decoder(
+                    inputs_embeds=self.model.pre_projection(inputs_B1E),
+                    position_ids=seen_B1 + POSITION_OFFSET,
+                    attention_mask=masks,
+                    shared_kv_states=dict(keys),
+                    use_cache=False,
+                )
+                state_B1A = output.last_hidden_state
+                choice.add(self._logits(state_B1A))
+                hidden_B1D = self.model.post_projection(state_B1A)
         return choice.result()
 
     def _shared_keys(self, window: Window) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor | None]]:
         """Return keys and values of the trunk's last attention layer of each type, and their masks, (B, 1, 1, S)."""
-        keys: dict[str, tuple[Tensor, Tensor]] = {}
-        masks: dict[str, Tensor | None] = {}
+        keys, masks, used = {}, {}, slice(window.used)
         # The last layer of each type wins.
-        for layer in self.trunk_layers:
-            if isinstance(layer, AttentionStore):
-                wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
-                used = min(window.used, layer.size)
-                keys[layer.kind] = (layer.keys[:, :, :used], layer.values[:, :, :used])
-                masks[layer.kind] = window.mask(layer.size, wide, always=True)
+        last = {layer.kind: layer for layer in self.trunk_layers if isinstance(layer, AttentionStore)}
+        for kind, layer in last.items():
+            wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
+            keys[kind] = layer.keys[:, :, used], layer.values[:, :, used]
+            masks[kind] = window.mask(layer.size, wide, always=True)
         return keys, masks
-
-    def _run(
-        self,
-        inputs_B1E: Tensor,
-        positions_B1: Tensor,
-        keys: dict[str, tuple[Tensor, Tensor]],
-        masks: dict[str, Tensor | None],
-    ) -> Tensor:
-        decoder = self.model.model
-        with attending_in_windows(decoder.config):
-            output = decoder(
-                inputs_embeds=self.model.pre_projection(inputs_B1E),
-                position_ids=positions_B1,
-                attention_mask=masks,
-                shared_kv_states=dict(keys),
-                use_cache=False,
-            )
-        return output.last_hidden_state
 
     def _logits(self, state_B1A: Tensor) -> Tensor:
         """Return logits (B, 1, V). With centroids, tokens outside the best ones get minus infinity."""

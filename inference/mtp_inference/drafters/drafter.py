@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.cache.rows import RowState
+from mtp_inference.cache.rows import RowState, places_from
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 
@@ -133,13 +133,13 @@ class Pending(RowState):
 
     def add(self, tokens_BT: Tensor, num_kept_B: Tensor, hidden_BTD: Tensor) -> None:
         """Add the first ``num_kept_B`` tokens of a window; the rest is written too, and overwritten later."""
-        places_BT = self.num_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        places_BT = places_from(self.num_B, tokens_BT.shape[1])
         self.tokens_BP.scatter_(1, places_BT, tokens_BT)
         self.hidden_BPD.scatter_(1, places_BT[..., None].expand_as(hidden_BTD), hidden_BTD)
         self.num_B += num_kept_B
 
     def positions(self, num_places: int) -> Tensor:
-        return self.first_B[:, None] + torch.arange(num_places, device=self.first_B.device)
+        return places_from(self.first_B, num_places)
 
     def last(self, plan: RoundPlan) -> Tensor:
         # An inactive row may have no pending token, or a stale count.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, StateDrafter, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import KeysWritten, StepOutput, mtp_step
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, draft_logits
 
 LogitsFn = Callable[[Tensor], Tensor]
 KEYS_CHUNK = 2048
@@ -34,20 +35,19 @@ SPARE_SLOTS = 8
 """Above the deepest draft, and a multiple of 8, which fused attention requires of masks."""
 
 
+@dataclass(eq=False, repr=False)
 class _HeadDrafter(Drafter):
-    """Base of drafters with an MTP head.
+    """Base of drafters with an MTP head."""
 
-    Args:
-        head: The head; its dtype may differ from the trunk's.
-        logits: Function from the head's states (B, 1, D) to logits (B, 1, V).
-    """
+    trunk: Trunk
+    head: MtpHead
+    """The head; its dtype may differ from the trunk's."""
+    logits: LogitsFn
+    """Function from the head's states (B, 1, D) to logits (B, 1, V)."""
+    size: BatchSize
 
-    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
-        self.trunk = trunk
-        self.head = head
-        self.logits = logits
-        self.depth = size.depth
-        self.weight = next(head.parameters())
+    def __post_init__(self) -> None:
+        self.weight = next(self.head.parameters())
 
     def read(self, hidden: Tensor) -> Tensor:
         """Return the head's input for hidden states of the trunk."""
@@ -61,10 +61,9 @@ class _HeadDrafter(Drafter):
 class ParallelDrafter(_HeadDrafter, StateDrafter):
     """Draft depth k with module k, all from the trunk's hidden state before the last committed token (Medusa)."""
 
-    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
-        super().__init__(trunk, head, logits, size)
-        self.state_B1D = self.weight.new_zeros(size.num_rows, 1, head.state_width)
-        self.position_B1 = torch.zeros(size.num_rows, 1, dtype=torch.long, device=self.weight.device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.state_B1D = self.weight.new_zeros(self.size.num_rows, 1, self.head.state_width)
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         for depth in range(1, plan.depth + 1):
@@ -74,7 +73,7 @@ class ParallelDrafter(_HeadDrafter, StateDrafter):
                 self.state_B1D,
                 self.state_B1D,
                 depth=depth,
-                positions_BT=self.position_B1,
+                positions_BT=choice.length_B[:, None],
                 mask_BTS=None,
                 cache=None,
             )
@@ -85,10 +84,11 @@ class ParallelDrafter(_HeadDrafter, StateDrafter):
 class _CachedDrafter(_HeadDrafter):
     """Base of drafters whose head has a KV cache: the cache and the pending rows."""
 
-    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
-        super().__init__(trunk, head, logits, size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.size
         self.cache = WindowCache(
-            head.config,
+            self.head.config,
             num_rows=size.num_rows,
             # The deepest rows of a draft, and stale rows, are past the trunk's last position. Rows before position 0
             # wrap around to the last slots.
@@ -96,7 +96,7 @@ class _CachedDrafter(_HeadDrafter):
             max_window=max(KEYS_CHUNK, size.num_pending + size.depth),
             max_undecided=size.num_pending + size.depth,
         )
-        self.pending = Pending(size, head.state_width, self.weight)
+        self.pending = Pending(size, self.head.state_width, self.weight)
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         self.pending.add(tokens_BT, num_kept_B, self.read(hidden_BTD))
@@ -147,7 +147,7 @@ class _CachedDrafter(_HeadDrafter):
 
     def _store(self, depth: int) -> AttentionStore:
         stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
-        return stores[0 if self.head.unroll == "recursive" else depth - 1]
+        return stores[self.head.module_index(depth)]
 
 
 class _TextDrafter(_CachedDrafter):
@@ -172,7 +172,7 @@ class _TextDrafter(_CachedDrafter):
         self.pending.clear()
 
     def _write_text(self, first: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
-        last = 1 if self.head.unroll == "recursive" else self.depth
+        last = 1 if self.head.unroll == "recursive" else self.size.depth
         for depth in range(first, last + 1):
             self._run_text(depth, hidden_RTD, tokens_RT, window)
 
@@ -241,9 +241,9 @@ class ChainedDrafter(_CachedDrafter):
     Their hidden inputs are one row carried over from the last round, followed by the output states of module k-1.
     """
 
-    def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
-        super().__init__(trunk, head, logits, size)
-        self.carried_KB1D = self.weight.new_zeros(size.depth, size.num_rows, 1, head.state_width)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.carried_KB1D = self.weight.new_zeros(self.size.depth, self.size.num_rows, 1, self.head.state_width)
         """Entry k-1 is the hidden input of module k at row s-(k-1). Entry 0 is unused."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
@@ -251,7 +251,7 @@ class ChainedDrafter(_CachedDrafter):
         num_tokens = prompt_RT.shape[1]
         hidden_RTD = inputs_RTD = self.read(hidden_RTD)
         self.carried_KB1D[:, rows] = 0
-        for depth in range(1, min(self.depth, num_tokens) + 1):
+        for depth in range(1, min(self.size.depth, num_tokens) + 1):
             # Rows that only read prompt tokens. The row after them is pending, or carried over for a later module.
             settled = num_tokens - depth
             if depth > 1:
@@ -259,17 +259,17 @@ class ChainedDrafter(_CachedDrafter):
             slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
             tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
             window = Window(rows, slots_RT, settled, 0)
-            inputs_RTD = self._run_text(depth, inputs_RTD, tokens_RT, window, recycles=depth < self.depth)
+            inputs_RTD = self._run_text(depth, inputs_RTD, tokens_RT, window, recycles=depth < self.size.depth)
         self.pending.begin(rows, first_R, num_tokens - 1, hidden_RTD[:, -1])
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         """Every module runs: a skipped module would lack these rows when it drafts later."""
         last_B = self.pending.last(plan)
         inputs_BTD = self.pending.hidden_BPD[:, : plan.pending]
-        tokens_BW = pad(self.pending.tokens_BP[:, : plan.pending], (0, self.depth - 1))
+        tokens_BW = pad(self.pending.tokens_BP[:, : plan.pending], (0, self.size.depth - 1))
         slots_BT = self.pending.positions(plan.pending)
         carried: list[Tensor] = []
-        for module in range(1, self.depth + 1):
+        for module in range(1, self.size.depth + 1):
             if module > 1:
                 inputs_BTD = torch.cat([self.carried_KB1D[module - 1], inputs_BTD], dim=1)
                 # Each row is one slot earlier than in the previous module, and there is one row more.
@@ -278,7 +278,7 @@ class ChainedDrafter(_CachedDrafter):
             step = self._run(module, inputs_BTD, tokens_BT, self._window(slots_BT, plan))
             if module <= plan.depth:
                 choice.add(self._logits(module, state_at(step.logit_hidden_BTD, last_B + (module - 1))))
-                if module < self.depth:
+                if module < self.size.depth:
                     tokens_BW.scatter_(1, (last_B + module)[:, None], choice.last_B1)
             inputs_BTD = step.recycled_BTD
             carried.append(state_at(inputs_BTD, last_B))
@@ -319,10 +319,7 @@ class HeadDrafting(Drafting):
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         trunk.show_layers(self.head.trunk_layers)
-        logits: LogitsFn = trunk.project
-        if self.draft_vocab_R is not None:
-            weight_VD = trunk.lm_head_VD
-            logits = OutputRows.chosen(weight_VD, self.draft_vocab_R, weight_VD.dtype)
+        logits = draft_logits(trunk, self.draft_vocab_R, trunk.lm_head_VD.dtype)
         return _DRAFTERS[self.head.unroll](trunk, self.head, logits, size)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.rows import places_from
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
@@ -50,7 +51,7 @@ class NgramDrafter(Drafter):
         self.length_B[rows] = num_tokens + 1
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        places_BT = self.length_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        places_BT = places_from(self.length_B, tokens_BT.shape[1])
         self.text_BS.scatter_(1, places_BT, tokens_BT)
         self.length_B += num_kept_B
 

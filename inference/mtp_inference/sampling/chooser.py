@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_inference.cache.rows import RowState
+from mtp_inference.cache.rows import RowState, first_places
 from mtp_inference.sampling.distributions import (
     ACCEPT,
     DRAFT,
@@ -50,7 +50,7 @@ def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tenso
     Columns of the drafts from ``num_drafted`` on, 0 to K, are ignored.
     """
     # No token is -1, so an ignored draft never equals a choice.
-    counted_BK = drafts_BK.masked_fill(~_is_drafted(drafts_BK, num_drafted_B), -1)
+    counted_BK = drafts_BK.masked_fill(~first_places(drafts_BK, num_drafted_B), -1)
     # An accepted draft equals the trunk's choice, so all committed tokens are choices.
     num_accepted_B = (counted_BK == choices_BK1[:, :-1]).cumprod(-1).sum(-1)
     return Verdict(num_accepted_B, choices_BK1)
@@ -80,7 +80,7 @@ def verify_rejection(
     p_draft_BK = p_BK1V[:, :-1].gather(-1, drafts_BK[..., None])[..., 0]
     q_draft_BK = q_BKV.gather(-1, drafts_BK[..., None])[..., 0]
     # Multiply instead of dividing by 0. The comparison is strict: a token of probability 0 is rejected even at u = 0.
-    is_kept_BK = (accept_u_BK * q_draft_BK < p_draft_BK) & _is_drafted(drafts_BK, num_drafted_B)
+    is_kept_BK = (accept_u_BK * q_draft_BK < p_draft_BK) & first_places(drafts_BK, num_drafted_B)
     num_accepted_B = is_kept_BK.cumprod(-1).sum(-1)
     stop_B1 = num_accepted_B[:, None]
     own_B1 = draw(_own_BV(q_BKV, p_BK1V, stop_B1, num_drafted_B)[:, None], token_u_BK1.gather(1, stop_B1))
@@ -98,10 +98,6 @@ def _own_BV(q_BKV: Tensor, p_BK1V: Tensor, stop_B1: Tensor, num_drafted_B: Tenso
     # The residual is 0 everywhere if p and q differ only by rounding: draw from p then.
     is_residual_B1 = (stop_B1 < num_drafted_B[:, None]) & (residual_BV.amax(-1, keepdim=True) > 0.0)
     return torch.where(is_residual_B1, residual_BV, p_BV)
-
-
-def _is_drafted(drafts_BK: Tensor, num_drafted_B: Tensor) -> Tensor:
-    return torch.arange(drafts_BK.shape[1], device=drafts_BK.device) < num_drafted_B[:, None]
 
 
 DraftSampling = Literal["argmax", "sampled"]

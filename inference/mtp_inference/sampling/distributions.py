@@ -17,7 +17,7 @@ Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -41,11 +41,6 @@ divides the vocabulary is taken; sizes of released models are multiples of 128, 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15 - 2**64
 _MIX_1 = 0xBF58_476D_1CE4_E5B9 - 2**64
 _MIX_2 = 0x94D0_49BB_1331_11EB - 2**64
-
-
-def _require(is_right: bool, complaint: str) -> None:
-    if not is_right:
-        raise MtpError(f"sampling.{complaint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +68,17 @@ class Sampling:
     """Fixes the noise, 0 to 2**63 - 1."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            f"temperature: {self.temperature}; expected 0 or a number from {MIN_TEMPERATURE}. Use 0 for the most "
-            "probable token.",
-        )
-        _require(
-            isinstance(self.top_k, int) and 0 <= self.top_k < 2**63,
-            f"top_k: {self.top_k}; expected a whole number from 0. Use 0 to switch it off.",
-        )
-        _require(0.0 < self.top_p <= 1.0, f"top_p: {self.top_p}; expected a number in (0, 1]. Use 1 to switch it off.")
-        _require(0.0 <= self.min_p < 1.0, f"min_p: {self.min_p}; expected a number in [0, 1). Use 0 to switch it off.")
-        _require(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**63,
-            f"seed: {self.seed}; expected a whole number from 0 to 2**63 - 1. Use 0 where any will do.",
-        )
+        warm = self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf
+        whole_k, whole_seed = (isinstance(one, int) and 0 <= one < 2**63 for one in (self.top_k, self.seed))
+        for name, is_right, expected in (
+            ("temperature", warm, f"0 or a number from {MIN_TEMPERATURE}. Use 0 for the most probable token."),
+            ("top_k", whole_k, "a whole number from 0. Use 0 to switch it off."),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number in (0, 1]. Use 1 to switch it off."),
+            ("min_p", 0.0 <= self.min_p < 1.0, "a number in [0, 1). Use 0 to switch it off."),
+            ("seed", whole_seed, "a whole number from 0 to 2**63 - 1. Use 0 where any will do."),
+        ):
+            if not is_right:
+                raise MtpError(f"sampling.{name}: {getattr(self, name)}; expected {expected}")
 
 
 GREEDY = Sampling()
@@ -158,12 +149,6 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     if not rows.any_sampled:
         return first_BTV
     return torch.where(rows.is_greedy_B[:, None, None], first_BTV, _filtered(scores_BTV, rows).softmax(-1))
-
-
-def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from logits (T, V) to fp32 probabilities (T, V)."""
-    rows = SamplingRows.stack([sampling], device)
-    return lambda logits_TV: probabilities(logits_TV[None], rows)[0]
 
 
 def uniform(seed_B: Tensor, position_BT: Tensor, stream: int) -> Tensor:

@@ -6,7 +6,8 @@ All rows must then be at one position, and a token cannot be rolled back. Here t
 every group that a window may complete is computed again from them. Entries of rejected drafts are thereby overwritten
 before a token attends to them: a token at position p attends to the entries of the groups that are complete at p.
 
-The decoder's caches store inputs and entries; see :class:`EntryStore`.
+The decoder's caches store inputs and entries, by the name of each compressor: ``CompressedStore`` in
+``mtp_inference/cache/model_cache.py``.
 
 Shapes: B rows, T tokens of a window, G groups, N positions of a group, E entries, X width, K selected entries.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +29,9 @@ COMPRESSED_CACHE_LAYERS = ("DeepseekV4CSACache", "DeepseekV4HCACache")
 _MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
 
 
-class EntryStore(Protocol):
-    """The part of a layer's cache that stores compressor inputs and entries, by the name of each compressor."""
-
-    def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the window's inputs; return the groups that it may complete, preceded by the group before them.
-
-        Returns:
-            Group numbers, int (B, G + 1), consecutive, -1 if there is no group before; their inputs, (B, G + 1, N, X).
-        """
-
-    def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        """Write the entries of groups; return all entries in use, (B, E, X), incomplete groups included."""
-
-
 @contextmanager
 def compressing_in_windows() -> Iterator[None]:
-    """Replace the layers' compression by ours within the context; each layer's cache must be an :class:`EntryStore`."""
+    """Replace the layers' compression by ours within the context; each layer needs the decoder's cache."""
     module = importlib.import_module(_MODULE)
     all_entries = replacing(module.DeepseekV4HCACompressor, forward=_all_entries)
     with all_entries, replacing(module.DeepseekV4CSACompressor, forward=_chosen_entries):
@@ -64,16 +51,14 @@ def _chosen_entries(
     compressor: Any, hidden_BTD: Tensor, queries_BTX: Tensor, positions_BT: Tensor, cache: Any, layer_idx: int
 ) -> tuple[Tensor, Tensor]:
     """Return the same for a layer whose indexer selects K entries for each token."""
-    entries_BEX = _compressed(compressor, "compressor", hidden_BTD, cache.layers[layer_idx])
+    entries_B1EX, seen_B1TE = _all_entries(compressor, hidden_BTD, queries_BTX, positions_BT, cache, layer_idx)
     indexer = compressor.indexer
     keys_BEX = _compressed(indexer, "indexer", hidden_BTD, cache.layers[layer_idx])
     query_BTHX = indexer.q_b_proj(queries_BTX).unflatten(-1, (-1, indexer.head_dim))
     query_BTHX = _rotated(indexer, query_BTHX.transpose(1, 2), positions_BT).transpose(1, 2)
-    seen_BTE = _full(positions_BT, indexer.compress_rate, keys_BEX.shape[1])
-    scores_BTE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD).masked_fill(~seen_BTE, -torch.inf)
-    chosen_BTK = scores_BTE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
-    chosen_BTE = torch.zeros_like(seen_BTE).scatter(-1, chosen_BTK, True)
-    return entries_BEX[:, None], (seen_BTE & chosen_BTE)[:, None]
+    scores_B1TE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD)[:, None].masked_fill(~seen_B1TE, -torch.inf)
+    chosen_B1TK = scores_B1TE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
+    return entries_B1EX, seen_B1TE & torch.zeros_like(seen_B1TE).scatter(-1, chosen_B1TK, True)
 
 
 def _full(positions_BT: Tensor, group_size: int, num_entries: int) -> Tensor:
@@ -82,7 +67,7 @@ def _full(positions_BT: Tensor, group_size: int, num_entries: int) -> Tensor:
     return numbers_E < ((positions_BT + 1) // group_size)[..., None]
 
 
-def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: EntryStore) -> Tensor:
+def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: Any) -> Tensor:
     """Compute the entries of every group that the window may complete; return all entries in use, (B, E, X).
 
     An entry is the sum of its group's inputs, weighted per channel by the softmax of their gates. If the compressor's

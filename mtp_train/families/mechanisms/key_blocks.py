@@ -26,20 +26,19 @@ class UnrolledBlocks(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions_BS: Tensor | None = None
-        self.index_keys_B1SX: Tensor | None = None
+        self._positions: tuple[Tensor, ...] = ()
+        self._index_keys: tuple[Tensor, ...] = ()
 
     def update_positions(self, positions_BT: Tensor) -> Tensor:
         """Append the positions of new keys; return all positions, (B, S)."""
-        earlier = [] if self.positions_BS is None else [self.positions_BS]
-        self.positions_BS = torch.cat([*earlier, positions_BT], dim=1)
-        return self.positions_BS
+        # A new tuple, because a shallow copy of this layer may be run again from its earlier state.
+        self._positions = (*self._positions, positions_BT)
+        return torch.cat(self._positions, dim=1)
 
     def update_index(self, keys_B1TX: Tensor) -> Tensor:
         """Append new indexer keys; return all indexer keys, (B, 1, S, X)."""
-        earlier = [] if self.index_keys_B1SX is None else [self.index_keys_B1SX]
-        self.index_keys_B1SX = torch.cat([*earlier, keys_B1TX], dim=2)
-        return self.index_keys_B1SX
+        self._index_keys = (*self._index_keys, keys_B1TX)
+        return torch.cat(self._index_keys, dim=2)
 
 
 class KeyScores(NamedTuple):

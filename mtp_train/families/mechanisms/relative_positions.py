@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicLayer
+from transformers import DynamicLayer
 
 from mtp_train.upstream.transformers_private import CACHE
 
@@ -78,7 +78,7 @@ class ShortConvolution(nn.Module):
         self.conv1d = stock.conv1d
         self.layer_idx, self.conv_idx, self.width = stock.layer_idx, stock.conv_idx, stock.conv_kernel_size
 
-    def forward(self, hidden_states: Tensor, *, conv_mask: Tensor | None = None, **given: Cache | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Run the convolution, (B, T, C) to (B, T, C); arguments as in transformers' module."""
         inputs_BTC, cache = hidden_states.float(), given.get(CACHE)
         if cache is None:
