@@ -338,18 +338,19 @@ def format_seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return nested settings as rows of (dotted name, text of the value), in order."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value, 1))
         if isinstance(value, Mapping):
-            rows += flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-            rows += flatten({str(number): item for number, item in enumerate(value, 1)}, f"{prefix}{key}.")
+            rows += flatten(value, f"{name}.")
         elif isinstance(value, list | tuple):
-            rows.append((f"{prefix}{key}", " ".join(str(item) for item in value) or "-"))
+            rows.append((name, " ".join(map(str, value)) or "-"))
         else:
-            rows.append((f"{prefix}{key}", "-" if value is None else str(value)))
+            rows.append((name, "-" if value is None else str(value)))
     return rows
 
 
