@@ -36,6 +36,8 @@ class TextTable:
     """The page's style; the last column of ``prose`` holds sentences."""
 
 
+PER_POSITION = ("marginal", "conditional", "dense", "overlap")
+"""Figures of an arm with a share per position in the draft."""
 MAX_INTERVALS = 3
 """The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
 _TAU_VERDICTS = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
@@ -184,16 +186,14 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
 
 
 def position_table(report: Report) -> TextTable | None:
-    kinds = ("marginal", "conditional", "dense", "overlap")
-    figures = {
-        name: {kind: shares for kind in kinds if (shares := getattr(arm, kind))} for name, arm in report.arms.items()
-    }
-    depth = max((len(shares) for by_kind in figures.values() for shares in by_kind.values()), default=0)
     groups = {
         name: [
-            (kind, *(format_number(share, 3) for share in (*shares, *[None] * (depth - len(shares)))))
-            for kind, shares in by_kind.items()
+            (kind, *(format_number(share, 3) for share in shares))
+            for kind in PER_POSITION
+            if (shares := getattr(arm, kind))
         ]
-        for name, by_kind in figures.items()
+        for name, arm in report.arms.items()
     }
-    return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
+    width = max((len(row) for rows in groups.values() for row in rows), default=0)
+    padded = {name: [row + ("-",) * (width - len(row)) for row in rows] for name, rows in groups.items()}
+    return make_table(("figure", *map(str, range(1, width))), padded)

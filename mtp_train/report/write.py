@@ -21,6 +21,7 @@ from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Repor
 from mtp_train.report import wording
 from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
 from mtp_train.report.tables import (
+    PER_POSITION,
     TextTable,
     arms_table,
     axis_tables,
@@ -71,10 +72,10 @@ def render_page(
     """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
     verdict = wording.headline(report)
     subject = report.title or next((arm.trunk for arm in wording.group_arms(report)[wording.ALIKE].values()), "")
-    setting = "" if report.headline is None else wording.setting_words(report.headline)
-    if setting:
-        cells = f"All {len(report.cells):,} cells are in acceptance.csv."
-        setting = f"Unless a table states another setting: {setting}. {cells}"
+    setting = ""
+    if report.headline is not None:
+        words, cells = wording.setting_words(report.headline), f"All {len(report.cells):,} cells are in acceptance.csv."
+        setting = f"Unless a table states another setting: {words}. {cells}"
     sections = [*_sections(report, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
@@ -139,7 +140,6 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
 
 
 PAGE_FILE = "report.html"
-PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
 CELL_COLUMNS = tuple(dict.fromkeys((*FIRST_COLUMNS, *(field.name for field in fields(Cell)))))
 COMPARISON_COLUMNS = tuple(dict.fromkeys(("first", "second", "task", *(field.name for field in fields(ArmComparison)))))
@@ -157,14 +157,14 @@ def write_report(
     Everything is rendered before the first byte is written, each file is replaced as a whole, ``report.json`` last.
     """
     figures = render_figures(report, metrics)
-    files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
-    files |= {Path(f"{name}.csv"): text.encode() for name, text in csv_tables(report).items()}
+    files = {f"figures/{figure.stem}.png": figure.png for figure in figures}
+    files[PAGE_FILE] = render_page(report, figures, provenance, serving or {}).encode()
+    files |= {f"{name}.csv": text.encode() for name, text in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
-    for path, content in files.items():
-        (out / path).parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(out / path, content)
+    files[REPORT_FILE] = f"{encoded}\n".encode()
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / name, content)
 
 
 def csv_tables(report: Report) -> dict[str, str]:
