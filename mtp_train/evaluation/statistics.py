@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from statistics import fmean
@@ -314,8 +314,7 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
     return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
 
 
-def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
-    compared = []
+def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Iterator[ArmComparison]:
     for setting in (one for one in first.decoded if one.depth and one in second.decoded):
         place = setting.temperature, setting.context_tokens
         task_of = {one.prompt_id: one.task for one in first.decoded[setting]}
@@ -325,33 +324,28 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[
             chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
             delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
-            compared.append(
-                ArmComparison(
-                    **vars(setting),
-                    first=first.name,
-                    second=second.name,
-                    task=task,
-                    delta_tau=delta.value,
-                    delta_tau_ci95=delta.ci95,
-                    groups=delta.groups,
-                    p_value=delta.p_value,
-                    same_trunk=same_trunk,
-                    delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
-                    delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
-                )
+            yield ArmComparison(
+                **vars(setting),
+                first=first.name,
+                second=second.name,
+                task=task,
+                delta_tau=delta.value,
+                delta_tau_ci95=delta.ci95,
+                groups=delta.groups,
+                p_value=delta.p_value,
+                same_trunk=same_trunk,
+                delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
+                delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
             )
-    return compared
 
 
 def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
     """Set ``differs`` by Holm's correction, separately for all tasks together and for single tasks."""
-    differs = [False] * len(found)
+    differs: dict[ArmComparison, bool] = {}
     for of_all in (True, False):
-        family = [index for index, one in enumerate(found) if (one.task == ALL_TASKS) == of_all]
-        falls = holm([found[index].p_value for index in family], LEVEL / 2)
-        for index, fell in zip(family, falls, strict=True):
-            differs[index] = fell
-    return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))
+        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
+        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
+    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -398,14 +392,12 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
         place_of: The indices of the groups of the prompts that count, by the ids of the prompts.
     """
     group_P = np.array([place_of.get(one.id, -1) for one in rows.prompts], dtype=np.int64)
-    counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
-    bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
-    place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
-    flat = [
-        np.bincount(place_N, weight_N, minlength=groups * len(FINE_EDGES))
-        for weight_N in (None, rows.overlap_KN[0, counted_N])
-    ]
-    return np.stack([one.reshape(groups, len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
+    valid_N = rows.valid_KN[0]
+    # Other prompts, at -1, are in no bin.
+    place = group_P[rows.prompt_N[valid_N]], rows.entropy_N[valid_N]
+    bins = np.arange(groups + 1), (*FINE_EDGES, np.inf)
+    weights = None, rows.overlap_KN[0, valid_N]
+    return np.stack([np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in weights], axis=1)
 
 
 def _common_share(total_4B: FloatArray) -> float:
