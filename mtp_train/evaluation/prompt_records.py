@@ -6,7 +6,7 @@ interrupted study resumes after the last complete line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -43,7 +43,7 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """Return the setting without drafts, whose speed and texts drafting arms are compared with."""
-        return Setting(self.temperature, self.context_tokens, 0, "none", self.top_p, self.top_k)
+        return replace(self.setting, depth=0, rule="none")
 
     @property
     def setting(self) -> Setting:
