@@ -52,7 +52,7 @@ class Section:
     statements: tuple[str, ...] = ()
     """Sentences that are content of their own."""
     figures: Sequence[FigureFile] = ()
-    tables: Sequence[TextTable | None] = ()
+    table: TextTable | None = None
     samples: Sequence[SampleText] = ()
     rows: Sequence[tuple[str, str]] = ()
     """Names and values."""
@@ -63,7 +63,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.statements or self.figures or any(self.tables) or self.samples or self.rows)
+        return not (self.statements or self.figures or self.table or self.samples or self.rows)
 
 
 def render_page(
@@ -110,30 +110,30 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
     )
     held_out = wording.held_out_sentence(report.settings)
     return [
-        Section("Same trunk, same prompts", tables=(arms_table({"": groups[wording.ALIKE]}),)),
+        Section("Same trunk, same prompts", table=arms_table({"": groups[wording.ALIKE]})),
         Section(
             "Another trunk, shown apart",
             (wording.apart_sentence(groups, report.settings),),
-            tables=(arms_table({"": groups[wording.APART]}),),
+            table=arms_table({"": groups[wording.APART]}),
         ),
         Section("What to serve", statements=tuple(wording.serving_sentences(report)), rows=tuple(serving.items())),
         Section("Figures", figures=figures(*ARM_FIGURES)),
         Section("Training", figures=figures(*CURVES)),
-        Section("Differences", (real,), tables=(difference_table(report),)),
-        Section("By position in the draft", tables=(position_table(report),)),
-        Section("By task", tables=(axes["task"],)),
-        Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
-        Section("By depth", figures=figures("depth", "depth_speedup"), tables=(axes["drafts"],)),
-        Section("By context", figures=figures("context"), tables=(axes["context"],)),
+        Section("Differences", (real,), table=difference_table(report)),
+        Section("By position in the draft", table=position_table(report)),
+        Section("By task", table=axes["task"]),
+        Section("By temperature", (_RULE_NOTE,), table=axes["setting"]),
+        Section("By depth", figures=figures("depth", "depth_speedup"), table=axes["drafts"]),
+        Section("By context", figures=figures("context"), table=axes["context"]),
         Section("The served model", rows=wording.flatten(report.endpoint or {})),
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
         Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
         Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
-        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), tables=(gate_table(gate),)),
+        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), table=gate_table(gate)),
         Section(
             "Recorded, not measured here",
             (wording.recorded_sentence(groups),),
-            tables=(arms_table({"": groups[wording.ELSEWHERE]}),),
+            table=arms_table({"": groups[wording.ELSEWHERE]}),
         ),
         Section("Settings", rows=wording.flatten(report.settings)),
     ]
@@ -182,16 +182,13 @@ def csv_tables(report: Report) -> dict[str, str]:
 
 def csv_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
     """Return records as CSV of scalars: a figure per position has a column per position, an interval two."""
+    rows = [[_columns(name, record[name]) for name in names] for record in records]
     # By field: a record may lack the last positions of a figure.
-    columns = dict.fromkeys(
-        column for name in names for record in records for column, _ in _columns(name, record[name])
-    )
+    columns = dict.fromkeys(column for of_field in zip(*rows, strict=True) for pairs in of_field for column, _ in pairs)
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(columns or names), lineterminator="\n")
     writer.writeheader()
-    for record in records:
-        pairs = (pair for name in names for pair in _columns(name, record[name]))
-        writer.writerow({column: _plain_text(value) for column, value in pairs})
+    writer.writerows({column: _plain_text(value) for pairs in row for column, value in pairs} for row in rows)
     return buffer.getvalue()
 
 
