@@ -303,8 +303,7 @@ class Stopwatch:
     def __init__(self, arms: TrunkArms, prompts: Sequence[Prompt], lanes: Sequence[Lane]) -> None:
         self.arms, self.prompts, self.lanes = arms, prompts, lanes
         self._decoders = {lane: arms.decoder(*lane, 1) for lane in lanes if prompts}
-        self._found: dict[Lane, dict[str, PromptRecord]] = {lane: {} for lane in lanes}
-        self._best: dict[tuple[Lane, str], list[float]] = {}
+        self._best: dict[Lane, dict[str, tuple[PromptRecord, list[float]]]] = {lane: {} for lane in lanes}
         for lane in self._decoders:
             # Lazy initialisation happens in the first call.
             self._decode(prompts[0], lane)
@@ -312,7 +311,13 @@ class Stopwatch:
     @property
     def records(self) -> LaneRecords:
         """The records with the best times so far."""
-        return {lane: list(by_prompt.values()) for lane, by_prompt in self._found.items()}
+        return {
+            lane: [
+                replace(record, seconds_prefill=seconds[0], seconds_decode=sum(seconds[1:]))
+                for record, seconds in by_prompt.values()
+            ]
+            for lane, by_prompt in self._best.items()
+        }
 
     def run(self, passes: int, on_prompt: Callable[[], object]) -> None:
         """Time every prompt in every lane so many times more."""
@@ -320,11 +325,8 @@ class Stopwatch:
             for prompt in self.prompts:
                 for lane in self.lanes[:: -1 if number % 2 else 1]:
                     record, seconds = self._decode(prompt, lane)
-                    best = self._best.setdefault((lane, prompt.id), seconds)
+                    _, best = self._best[lane].setdefault(prompt.id, (record, seconds))
                     best[:] = map(min, best, seconds)
-                    self._found[lane][prompt.id] = replace(
-                        record, seconds_prefill=best[0], seconds_decode=sum(best[1:])
-                    )
                     on_prompt()
 
     def _decode(self, prompt: Prompt, lane: Lane) -> tuple[PromptRecord, list[float]]:
