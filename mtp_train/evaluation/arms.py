@@ -49,8 +49,8 @@ class ArmSpec:
 
     @property
     def trunk_name(self) -> str:
-        parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
-        return self.trunk + "".join(parts)
+        adapter = f"+{self.adapter}" if self.adapter else ""
+        return self.trunk + adapter + (f"@{self.quantization}" if self.quantization else "")
 
     def identity(self) -> dict[str, Any]:
         """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""
@@ -97,8 +97,7 @@ def named(spec: ArmSpec) -> ArmSpec:
 
 
 def trunk_label(spec: ArmSpec) -> str:
-    adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
-    return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
+    return replace(spec, trunk=_short(spec.trunk), adapter=spec.adapter and _short(spec.adapter)).trunk_name
 
 
 def _short(location: str) -> str:

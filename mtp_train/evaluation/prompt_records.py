@@ -54,9 +54,10 @@ class Setting:
         """Name the setting in reports; filters that are off are left out."""
         if not self.temperature:
             return "greedy"
-        filters = [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
-        filters += [f"top-k {self.top_k}"] if self.top_k else []
-        return ", ".join([f"temperature {self.temperature:g}", *filters, f"{self.rule} drafts"])
+        filters = (f", top-p {self.top_p:g}" if self.top_p < 1.0 else "") + (
+            f", top-k {self.top_k}" if self.top_k else ""
+        )
+        return f"temperature {self.temperature:g}{filters}, {self.rule} drafts"
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed)

@@ -145,7 +145,10 @@ class Study:
             "arms": [spec.identity() for spec in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
             "prompts": None if prompts is None else _digest([(one.id, one.prompt_ids) for one in prompts]),
-            "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
+            # Before any template: some templates insert the date.
+            "prompt_texts": _digest([(one.task, one.id, one.content) for one in load_suite(self.grid.suite)])
+            if prompts is None
+            else None,
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
         }
@@ -187,12 +190,6 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
     labels = [trunk_label(spec) for spec in specs]
     pairs = zip(labels, specs, strict=True)
     return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
-
-
-def _suite_digest(name: str) -> str:
-    """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
-    texts = [(one.task, one.id, one.content) for one in load_suite(name)]
-    return _digest(texts)
 
 
 def _digest(texts: object) -> str:
