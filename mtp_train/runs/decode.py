@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,15 +253,16 @@ def evaluate(
     if endpoint is None:
         _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
     else:
-        server = Server(
-            url=endpoint,
-            checkpoint=subject.trunk,
-            model=served_model,
-            api_key_env=api_key_env,
-            concurrency=concurrency,
-            request_timeout_seconds=request_timeout_seconds,
-        )
-        servers.append(server)
+        servers = [
+            Server(
+                url=endpoint,
+                checkpoint=subject.trunk,
+                model=served_model,
+                api_key_env=api_key_env,
+                concurrency=concurrency,
+                request_timeout_seconds=request_timeout_seconds,
+            )
+        ]
     return _measure([] if served_only else [subject], [subject], grid, Path(out), progress, wandb, servers)
 
 
@@ -318,13 +318,17 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
             f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
             "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL."
         )
-    make = partial(
-        Server,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
-    )
-    servers = [make(name=name, url=url, checkpoint=tokenizer or "") for name, url in urls.items()]
+    servers = [
+        Server(
+            name=name,
+            url=url,
+            checkpoint=tokenizer or "",
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+            request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
+        )
+        for name, url in urls.items()
+    ]
     place = tokenizer or served_checkpoint(servers[0])
     return [replace(one, checkpoint=place) for one in servers]
 
