@@ -212,8 +212,15 @@ def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
         most = max(most, interval[1])
         axes.plot(interval, [row, row], color=one.look.colour, linewidth=2, solid_capstyle="butt")
         axes.plot([value], [row], **one.marker, linestyle="none", markersize=8)
-        place: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{value:.2f}", (interval[1], row), **place, fontsize=11, color=INK)
+        axes.annotate(
+            f"{value:.2f}",
+            (interval[1], row),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+            color=INK,
+        )
         if row and one.note != series[row - 1].note:
             axes.axhline(row - 0.5, color=FAINT, linewidth=1, zorder=0)
     axes.set_xlim(x_start, x_start + 1.2 * max(most - x_start, 0.1))

@@ -104,7 +104,7 @@ def _one_arm(cell: Cell) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
         return Finding("neutral", f"{cell.arm} commits {cell.tau:.2f} tokens a round", f"{detail}.")
-    title = f"{cell.arm} drafts at {format_speedup(cell.speedup)} the speed without drafts"
+    title = f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
     return Finding(*payment(cell, title), f"{detail}{needed}.")
 
@@ -157,7 +157,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
             found.append((f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}"))
     if arm.speedup is not None:
         bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
-        found.append((format_speedup(arm.speedup), f"the speed without drafts, {name}{bounds}"))
+        found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds}"))
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
     return found
@@ -326,10 +326,6 @@ def format_number(value: float | None, decimals: int) -> str:
 
 def format_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def format_speedup(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
 
 
 def format_seconds(value: float | None) -> str:
