@@ -122,7 +122,7 @@ def _limits(node: Node) -> str:
 def shown(value: object) -> str:
     """Return a value in short, a list of values with its items."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return "a section" if value else "{}"
     if isinstance(value, list | tuple):
