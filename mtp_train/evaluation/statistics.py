@@ -322,7 +322,7 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Itera
         dense = first.dense.get(place), second.dense.get(place)
         for task in _tasks(task_of[one.prompt_id] for one in both[0]) if both[0] else ():
             chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
-            delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
+            delta = tau_difference(*zip(*chosen, strict=True))
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
             yield ArmComparison(
                 **vars(setting),
