@@ -211,8 +211,9 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     if spec is None:
         return None
     is_sharded = shards_trunk(accelerator)
-    hidden_fn: HiddenFn
-    hidden_fn = HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
+    hidden_fn: HiddenFn = (
+        HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
+    )
     with trunk.computing_in(module.compute_dtype):
         state = one_state(hidden_fn, device)
         settings = (recipe.train.precision, recipe.model.quantization, trunk.dtype_name)
