@@ -30,7 +30,7 @@ from mtp_train.evaluation.arms import (
 )
 from mtp_train.evaluation.decoding import ALONE, SPEED_SETTINGS, Processes, Prompts, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
+from mtp_train.evaluation.results import Report
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import Measurements, assemble
 from mtp_train.evaluation.store import Store
@@ -152,25 +152,6 @@ class Study:
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
         }
-
-
-def run_study(
-    specs: Sequence[ArmSpec],
-    grid: EvaluationGrid,
-    out: Path,
-    progress: Progress,
-    *,
-    title: str,
-    servers: Sequence[Server] = (),
-) -> Report:
-    """Measure arms and return the report; a finished study in ``out`` gives its own. See :class:`Study`."""
-    study = Study(specs, grid, out, progress, servers=servers)
-    if study.store.is_finished:
-        return load_report(out / REPORT_FILE)
-    report = study_report(study.measure(), grid, title)
-    # With servers alone, nothing has been stored so far.
-    study.store.claim()
-    return report
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:

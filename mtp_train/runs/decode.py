@@ -25,8 +25,8 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
-from mtp_train.evaluation.run import run_study
+from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
+from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
@@ -353,10 +353,14 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, servers=servers)
+        study = Study(specs, grid, out, progress, servers=servers)
+        is_finished = study.store.is_finished
+        report = load_report(out / REPORT_FILE) if is_finished else study_report(study.measure(), grid, title)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
-        if not (out / REPORT_FILE).is_file():
+        if not is_finished:
+            # With servers alone, nothing has been stored so far.
+            study.store.claim()
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
         log_report(report, out, tracking)
