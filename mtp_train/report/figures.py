@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance.counts import Interval
@@ -238,10 +239,8 @@ def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
     """Return a look for every arm: from :data:`LOOKS` for a known name, else an unused one while there are any."""
     # Grey is reserved for arms without drafts.
-    spare = [look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or list(LOOKS.values())
-    others = [name for name in names if name not in LOOKS]
-    chosen = {name: spare[index % len(spare)] for index, name in enumerate(others)}
-    return {name: LOOKS.get(name) or chosen[name] for name in names}
+    spare = cycle([look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or LOOKS.values())
+    return {name: LOOKS.get(name) or next(spare) for name in names}
 
 
 def canvas(height_inches: float) -> tuple[Figure, Axes]:

@@ -228,8 +228,13 @@ def report_numbers(report: Report) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for name, arm in report.arms.items():
         low, high = arm.speedup_ci95 or (None, None)
-        figures = {"tau": arm.tau, "acceptance_rate": arm.acceptance_rate, "speedup": arm.speedup}
-        figures |= {"speedup_low": low, "speedup_high": high}
+        figures = {
+            "tau": arm.tau,
+            "acceptance_rate": arm.acceptance_rate,
+            "speedup": arm.speedup,
+            "speedup_low": low,
+            "speedup_high": high,
+        }
         found |= {f"arms/{name}/{key}": value for key, value in figures.items()}
     if report.gate is not None:
         low, high = report.gate.delta_tau_ci95 or (None, None)
