@@ -234,6 +234,11 @@ class Report:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong with the decoder; acceptance has no meaning then."""
+        return () if self.lossless is None else self.lossless.faults
+
     @cached_property
     def by_place(self) -> dict[tuple[str, str, Setting], Cell]:
         """The cells of drafting arms by arm, task and setting."""

@@ -55,7 +55,7 @@ def group_arms(report: Report) -> dict[str, Arms]:
 
 def headline(report: Report) -> Finding:
     """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
-    if report.lossless and report.lossless.faults:
+    if report.faults:
         # Acceptance has no meaning without it.
         return Finding("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
     if report.settings.get("gate") == UNJUDGED:
@@ -141,7 +141,7 @@ def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
 def key_figures(report: Report) -> list[tuple[str, str]]:
     """Return the (figure, meaning) pairs to show large; none without losslessness, or where no arm drafts."""
     ranked = ranked_arms(report)
-    if (report.lossless and report.lossless.faults) or not ranked:
+    if report.faults or not ranked:
         return []
     retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
     if report.gate is not None and retrained is not None:

@@ -74,7 +74,7 @@ def measure_study(run: Run, study: StudySection) -> Report | None:
 
 def study_outcome(report: Report) -> Outcome:
     """Return the outcome of a study: what became of its claim."""
-    if report.lossless is not None and report.lossless.faults:
+    if report.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", DONE)
     claim = report.findings[0]
     return Outcome(0, "done", f"{verdict_title(claim)} {claim.evidence}", DONE)
@@ -84,8 +84,7 @@ def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measure
     """Compute the report of measured arms, and test the claim."""
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    sound = report.lossless is None or not report.lossless.faults
-    findings = find(report, study, settings) if sound else ()
+    findings = () if report.faults else find(report, study, settings)
     return replace(report, settings={**report.settings, "margin": study.margin}, findings=findings)
 
 
@@ -98,8 +97,7 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
     native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
     heads = [on_trunk(retrained(one), str(run_dir / HEADS / one / HEAD)) for one in study.objectives]
-    vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
-    return [on_trunk(GRAFT, base), *native, *heads, vanilla]
+    return [on_trunk(GRAFT, base), *native, *heads, ArmSpec(VANILLA, base, OWN, quantization=model.quantization)]
 
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
