@@ -121,9 +121,14 @@ def generate(
     sampling, depth = sampling or Sampling(), 0 if mtp == "off" else depth
     # Refuses numbers that are out of range before files are read.
     asked = Request(prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth)
-    named = {"checkpoint": checkpoint, "head": head, "adapter": adapter}
-    given: dict[str, Any] = {name: None if one is None else str(one) for name, one in named.items()}
-    given |= {"chat": chat, "chat_template_kwargs": dict(chat_template_kwargs or {}), "draft_sampling": draft_sampling}
+    given = {
+        "checkpoint": str(checkpoint),
+        "head": head and str(head),
+        "adapter": adapter and str(adapter),
+        "chat": chat,
+        "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        "draft_sampling": draft_sampling,
+    }
     texts = [prompts] if isinstance(prompts, str) else prompts
     return _decode(asked, texts, given, on_text, progress or quiet_progress())
 
@@ -167,7 +172,9 @@ def _decode(
             results[chunk.index] = chunk.result
     settings = {
         **given,
-        **{name: getattr(asked, name) for name in ("max_new_tokens", "depth", "mtp")},
+        "max_new_tokens": asked.max_new_tokens,
+        "depth": depth,
+        "mtp": asked.mtp,
         **asdict(asked.sampling),
         "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,

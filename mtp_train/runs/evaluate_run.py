@@ -174,8 +174,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
 
 def without_gain(run_dir: Path) -> str | None:
     """Return that training gave no gain, with the figures that it was selected by; None if it did, or nothing chose."""
-    artifact = load_artifact(run_dir / HEAD)
-    selected = artifact.notes.get(SELECTED)
+    selected = load_artifact(run_dir / HEAD).notes.get(SELECTED)
     if selected is None or selected["step"]:
         return None
     return (

@@ -325,8 +325,7 @@ class RunDirectory:
         """
         if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
-            inputs = _inputs(recipe, places, anew=anew)
-            require_same(self.path, inputs, progress, finished=finished)
+            require_same(self.path, _inputs(recipe, places, anew=anew), progress, finished=finished)
 
 
 def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
