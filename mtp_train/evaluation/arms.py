@@ -43,11 +43,6 @@ class ArmSpec:
     quantization: Quantization | None = None
 
     @property
-    def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
-        """Equal for arms that share a loaded trunk."""
-        return self.trunk, self.adapter, self.quantization
-
-    @property
     def trunk_name(self) -> str:
         adapter = f"+{self.adapter}" if self.adapter else ""
         return self.trunk + adapter + (f"@{self.quantization}" if self.quantization else "")
@@ -56,10 +51,6 @@ class ArmSpec:
         """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""
         kind = self.head if self.head in (None, OWN, NGRAM) else "files"
         return {**asdict(self), "trunk": None, "head": kind, "adapter": self.adapter is not None}
-
-    @property
-    def head_name(self) -> str | None:
-        return self.trunk if self.head == OWN else self.head
 
 
 def parse_arm(text: str) -> ArmSpec:

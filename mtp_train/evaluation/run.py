@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import OpenModel
+from mtp_inference.opening import OWN, OpenModel
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
@@ -90,7 +90,8 @@ class Study:
         found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
         by_trunk: dict[Any, list[ArmSpec]] = {}
         for spec in self.arms:
-            by_trunk.setdefault(spec.trunk_key, []).append(spec)
+            # These share a loaded trunk.
+            by_trunk.setdefault((spec.trunk, spec.adapter, spec.quantization), []).append(spec)
         names = plain_names([group[0] for group in by_trunk.values()])
         for plain_name, group in zip(names, by_trunk.values(), strict=True):
             self._measure(group, plain_name, found)
@@ -123,7 +124,7 @@ class Study:
             trunk=trunk,
             name=first.trunk_name,
             drafting=drafting,
-            head_names={one.name: str(one.head_name) for one in group},
+            head_names={one.name: one.trunk if one.head == OWN else str(one.head) for one in group},
             plain_arm=plain_name,
             max_new_tokens=grid.max_new_tokens,
             eos_ids=eos_ids,

@@ -90,13 +90,10 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         return [one for one, records in self.decoded.items() if records]
 
-    def own(self, setting: Setting) -> Setting:
-        """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
-        return setting if self.head is not None else setting.plain
-
     def counts(self, setting: Setting, *, timed: bool = False) -> list[PromptCounts]:
         """Return the counts of every prompt, or of every timed one, at the arm's own setting."""
-        own = self.own(setting)
+        # Plain decoding is the same beside all drafting arms.
+        own = setting if self.head is not None else setting.plain
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
     def against(self, other: MeasuredArm, setting: Setting) -> Pair:
@@ -145,6 +142,8 @@ def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
 
 def _tasks(found: Iterable[str]) -> tuple[str, ...]:
     single = dict.fromkeys(found)
+    if not single:
+        return ()
     return (ALL_TASKS, *single) if len(single) > 1 else (ALL_TASKS,)
 
 
@@ -296,12 +295,16 @@ def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
     """Return the share of greedy texts that two arms both wrote; 1.0 without any."""
 
     def greedy_texts(arm: MeasuredArm) -> dict[str, tuple[int, ...]]:
-        greedy = [records for setting, records in arm.decoded.items() if not setting.temperature]
-        return {one.prompt_id: one.token_ids for records in greedy for one in records}
+        return {
+            one.prompt_id: one.token_ids
+            for setting, records in arm.decoded.items()
+            if not setting.temperature
+            for one in records
+        }
 
     texts, others = greedy_texts(first), greedy_texts(second)
     both = texts.keys() & others.keys()
-    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else 1.0
+    return len(texts.items() & others.items()) / len(both) if both else 1.0
 
 
 def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = ()) -> tuple[ArmComparison, ...]:
@@ -320,7 +323,7 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Itera
         task_of = {one.prompt_id: one.task for one in first.decoded[setting]}
         both = paired(first.counts(setting), second.counts(setting))
         dense = first.dense.get(place), second.dense.get(place)
-        for task in _tasks(task_of[one.prompt_id] for one in both[0]) if both[0] else ():
+        for task in _tasks(task_of[one.prompt_id] for one in both[0]):
             chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
             delta = tau_difference(*zip(*chosen, strict=True))
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)

@@ -384,8 +384,12 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
     """Return the grid's variables for the chat template, or where it has none those of the arms' recipes."""
     if grid.chat_template_kwargs is not None:
         return grid.chat_template_kwargs
-    recipes = {run.path: run.recipe for spec in specs for run in _runs_of(spec)}
-    given = {path: recipe.data.chat_template_kwargs for path, recipe in recipes.items() if recipe is not None}
+    given = {
+        run.path: recipe.data.chat_template_kwargs
+        for spec in specs
+        for run in _runs_of(spec)
+        if (recipe := run.recipe) is not None
+    }
     first: Mapping[str, Any] = next(iter(given.values()), {})
     if other := next((path for path, variables in given.items() if variables != first), None):
         raise DataError(
