@@ -31,7 +31,9 @@ ROUNDED_FROM = 1_000_000
 GENERATED = ("generation_tokens", "tokens_predicted")
 """Names of the counter of all generated tokens."""
 _DRAFTS = "spec_decode_num_"
-_SERIES = re.compile(r"^(?:vllm|llamacpp):(\w+?)(?:_total)?(\{.*\})?\s+(\S+)(?:\s+\d+)?$")
+_SERIES = re.compile(
+    rf"^(?:vllm|llamacpp):({'|'.join(GENERATED)}|{_DRAFTS}\w+?)(?:_total)?(\{{.*\}})?\s+(\S+)(?:\s+\d+)?$"
+)
 _POSITION = re.compile(r'position="(\d+)"')
 Counters = Mapping[tuple[str, str], float]
 """(Name, labels) to value."""
@@ -68,9 +70,8 @@ class SpecCounts:
 
 def read_counters(text: str) -> Counters:
     """Return the counters of drafts and of generated tokens from the text of ``/metrics``."""
-    found = [match for match in map(_SERIES.match, text.splitlines()) if match is not None]
-    wanted = [match for match in found if match[1] in GENERATED or match[1].startswith(_DRAFTS)]
-    return {(match[1], match[2] or ""): float(match[3]) for match in wanted if not match[1].endswith("_created")}
+    found = filter(None, map(_SERIES.match, text.splitlines()))
+    return {(match[1], match[2] or ""): float(match[3]) for match in found if not match[1].endswith("_created")}
 
 
 def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCounts]:
