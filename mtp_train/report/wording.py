@@ -145,8 +145,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         return []
     retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
     if report.gate is not None and retrained is not None:
-        named = report.gate.baseline, RETRAINED
-        shown: Arms = {name: report.arms[name] for name in named if name in report.arms}
+        shown: Arms = {name: report.arms[name] for name in (report.gate.baseline, RETRAINED) if name in report.arms}
         name, arm = RETRAINED, retrained
     else:
         shown = {ranked[0].arm: ranked[0]}

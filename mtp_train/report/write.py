@@ -63,7 +63,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.statements or self.figures or self.table or self.samples or self.rows)
+        return not (any(self.statements) or self.figures or self.table or self.samples or self.rows)
 
 
 def render_page(
@@ -108,7 +108,6 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
         "Other settings and single tasks are in comparisons.csv."
     )
-    held_out = wording.held_out_sentence(report.settings)
     return [
         Section("Same trunk, same prompts", table=arms_table({"": groups[wording.ALIKE]})),
         Section(
@@ -128,7 +127,7 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section("The served model", rows=wording.flatten(report.endpoint or {})),
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
         Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
-        Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
+        Section("Is the text new to the head?", statements=(wording.held_out_sentence(report.settings),)),
         Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), table=gate_table(gate)),
         Section(
             "Recorded, not measured here",
@@ -200,8 +199,8 @@ def _plain_text(value: Any) -> Any:
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the columns of a field, and the scalar in each."""
     if name == "marginal_ci95":
-        bounds = [(k, interval or (None, None)) for k, interval in enumerate(value or (), start=1)]
-        return [pair for k, interval in bounds for pair in _columns(f"marginal_{k}_ci95", interval)]
+        intervals = enumerate(value or (), start=1)
+        return [pair for k, interval in intervals for pair in _columns(f"marginal_{k}_ci95", interval)]
     if name.endswith("_ci95"):
         low, high = value or (None, None)
         return [(f"{name}_low", low), (f"{name}_high", high)]
