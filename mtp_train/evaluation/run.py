@@ -170,8 +170,9 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
     if len(specs) == 1:
         return [PLAIN]
     labels = [trunk_label(spec) for spec in specs]
-    pairs = zip(labels, specs, strict=True)
-    return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
+    return [
+        f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in zip(labels, specs, strict=True)
+    ]
 
 
 def _digest(texts: object) -> str:

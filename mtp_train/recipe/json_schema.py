@@ -98,8 +98,13 @@ def describe(node: Node) -> str:
             return f"a list of {count}, each {describe(item)}"
         case {"enum": choices}:
             return f"one of {', '.join(choices)}"
-    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    kinds["object"] = "names with values"
+    kinds = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "object": "names with values",
+    }
     return kinds[node["type"]] + _limits(node)
 
 

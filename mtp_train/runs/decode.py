@@ -181,7 +181,7 @@ def _decode(
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }
-    return GenerateResult(tuple(result for _, result in sorted(results.items())), settings)
+    return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
 
 
 @dataclass(frozen=True)
@@ -440,5 +440,6 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
 def _refuse_server_flags(**given: Any) -> None:
     for name, value in given.items():
         if value:
-            flag = name.replace("_", "-")
-            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
+            raise DataError(
+                f"--{name.replace('_', '-')}: given without --endpoint; expected a server. Add --endpoint URL."
+            )

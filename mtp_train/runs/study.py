@@ -65,10 +65,9 @@ def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
-    arms = Study(
+    measured = Study(
         specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
-    )
-    measured = arms.measure()
+    ).measure()
     return report_of(recipe, study, grid, measured) if run.is_main else None
 
 
