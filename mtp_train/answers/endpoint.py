@@ -129,10 +129,6 @@ class Endpoint:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
         )
 
-    def _shown(self, text: str) -> str:
-        """Return text of the server for messages: without the key, should it send that back."""
-        return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
-
     def close(self) -> None:
         self._closed.set()
         self._client.close()
@@ -314,7 +310,9 @@ class Endpoint:
                 expected = "an address such as http://localhost:8000/v1"
                 raise self._unusable(f"cannot be asked ({error})", expected, "Correct it") from None
             detail = " ".join(response.text.split())[:200] or response.reason_phrase
-            cause = f"answers {response.status_code} ({self._shown(detail)})"
+            # Without the key, should the server send that back.
+            shown = printable(redacted(detail.replace(self._api_key, "***") if self._api_key else detail))
+            cause = f"answers {response.status_code} ({shown})"
             if response.status_code in FINAL:
                 cure = "Check the address, with its version, and the key (data.regenerate.api_key_env, --api-key-env)"
                 raise self._unusable(cause, "OpenAI's completions there", cure)
