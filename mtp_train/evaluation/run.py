@@ -116,8 +116,8 @@ class Study:
         eos_ids = eos_token_ids(model.checkpoint, tokenizer)
         for server in self.servers:
             if server.checkpoint == first.trunk:
-                found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
-                for warning in found.served[server.name].document["warnings"]:
+                found.served[server.name] = served = judged(found.served[server.name], trunk, eos_ids)
+                for warning in served.document["warnings"]:
                     progress.console.print(f"{server.name}: {warning}", highlight=False)
         found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
         arms = TrunkArms(

@@ -196,10 +196,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
-    pair = arm.against(arm.plain, setting) if setting.depth and arm.plain is not None else Pair((), ())
-    if gain := measured_speedup(pair):
-        found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
-        found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+    if setting.depth and arm.plain is not None:
+        pair = arm.against(arm.plain, setting)
+        if gain := measured_speedup(pair):
+            found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
+            found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
     return found
 
 
