@@ -159,8 +159,7 @@ def write_report(
     files = {f"figures/{figure.stem}.png": figure.png for figure in figures}
     files[PAGE_FILE] = render_page(report, figures, provenance, serving or {}).encode()
     files |= {f"{name}.csv": text.encode() for name, text in csv_tables(report).items()}
-    encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    files[REPORT_FILE] = f"{encoded}\n".encode()
+    files[REPORT_FILE] = (json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     for name, content in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(out / name, content)

@@ -301,8 +301,7 @@ class RunDirectory:
         if recipe.train.precision != "auto":
             return recipe
         recorded = self.recipe
-        precision = automatic if recorded is None else recorded.train.precision
-        return recipe.replaced({"train.precision": precision})
+        return recipe.replaced({"train.precision": automatic if recorded is None else recorded.train.precision})
 
     def clear_leftovers(self) -> None:
         for pattern in _LEFTOVERS:
