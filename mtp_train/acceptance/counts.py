@@ -83,7 +83,7 @@ def marginal(counts: Sequence[PromptCounts]) -> list[float]:
         K shares; empty where nothing was drafted.
     """
     accepted_PK, rounds_P = accepted_by_position(counts)
-    return (accepted_PK.sum(axis=0) / rounds_P.sum()).tolist() if rounds_P.any() else []
+    return (accepted_PK.sum(axis=0) / rounds_P.sum()).tolist()
 
 
 def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
@@ -93,14 +93,15 @@ def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
         K shares, None at a position that no round reached; empty where nothing was drafted.
     """
     accepted_PK, rounds_P = accepted_by_position(counts)
-    if not rounds_P.any():
-        return []
     chain = [float(rounds_P.sum()), *accepted_PK.sum(axis=0).tolist()]
     return [later / earlier if earlier else None for earlier, later in pairwise(chain)]
 
 
 def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
-    """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,), at one depth K."""
+    """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,), at one depth K.
+
+    Without any round K is 0.
+    """
     width = max((len(c.accepted_per_pos) for c in counts if c.rounds), default=0)
     # A prompt that ended at prefill has no round, and may have no positions either.
     accepted = [c.accepted_per_pos if c.rounds else (0,) * width for c in counts]

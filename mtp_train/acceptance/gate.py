@@ -160,11 +160,10 @@ def _test_of(name: str, pair: Pair, baseline: str, target: float | None) -> _Tes
         found,
         tau_ci95=tau_interval(pair.head),
         break_even_tau=needed if target is None else target,
-        speedup=None if speedup is None else speedup.value,
-        speedup_ci95=None if speedup is None else speedup.interval(0.05),
     )
     measured = "no speed was measured"
     if speedup is not None:
+        found = replace(found, speedup=speedup.value, speedup_ci95=speedup.interval(0.05))
         measured = f"measured speedup {speedup.value:.2f}, timed on prompts of {num_groups(pair.timed_head)} groups"
     if target is not None:
         margin = Difference(1.0 + gain.value - target, gain.spread, gain.groups)

@@ -212,12 +212,12 @@ def holm_levels(p_values: Sequence[float | None], level: float) -> list[float]:
     """
     order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     levels = [0.0] * len(p_values)
-    current = 0.0
-    for place, (_, index) in enumerate(order):
+    current = last = 0.0
+    for place, (p, index) in enumerate(order):
         # The level stops rising after the first hypothesis that is not rejected: none of the later ones is.
-        if not place or order[place - 1][0] <= current:
+        if last <= current:
             current = level / (len(order) - place)
-        levels[index] = current
+        levels[index], last = current, p
     return levels
 
 

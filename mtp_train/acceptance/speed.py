@@ -58,9 +58,11 @@ def break_even_tau(drafted: Sequence[PromptCounts], plain: Sequence[PromptCounts
 
 def round_seconds(counts: Sequence[PromptCounts]) -> float | None:
     """Return the mean time of a round, prefill excluded; None where it was not measured or nothing was decoded."""
-    rounds, seconds = sum(one.rounds for one in counts), [one.seconds_decode for one in counts]
-    known = [one for one in seconds if one is not None]
-    return sum(known) / rounds if rounds and len(known) == len(seconds) else None
+    clock = _clock(counts)
+    if clock is None:
+        return None
+    _, rounds, _, seconds = clock.sum(axis=0).tolist()
+    return seconds / rounds if rounds else None
 
 
 def tokens_per_second(decoded: Sequence[PromptCounts], timed: Sequence[PromptCounts]) -> float | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
@@ -30,7 +31,9 @@ ROUNDED_FROM = 1_000_000
 GENERATED = ("generation_tokens", "tokens_predicted")
 """Names of the counter of all generated tokens."""
 _DRAFTS = "spec_decode_num_"
-_SERIES = re.compile(r"^(?:vllm|llamacpp):(\w+?)(?:_total)?(\{.*\})?\s+(\S+)(?:\s+\d+)?$")
+_SERIES = re.compile(
+    rf"^(?:vllm|llamacpp):({'|'.join(GENERATED)}|{_DRAFTS}\w+?)(?:_total)?(\{{.*\}})?\s+(\S+)(?:\s+\d+)?$"
+)
 _POSITION = re.compile(r'position="(\d+)"')
 Counters = Mapping[tuple[str, str], float]
 """(Name, labels) to value."""
@@ -50,11 +53,10 @@ class SpecCounts:
         per_pos = None
         if self.accepted_per_pos is not None and other.accepted_per_pos is not None:
             per_pos = tuple(map(sum, zip_longest(self.accepted_per_pos, other.accepted_per_pos, fillvalue=0)))
-        drafts, accepted = self.draft_tokens + other.draft_tokens, self.accepted_tokens + other.accepted_tokens
         return SpecCounts(
             rounds=self.rounds + other.rounds,
-            draft_tokens=drafts,
-            accepted_tokens=accepted,
+            draft_tokens=self.draft_tokens + other.draft_tokens,
+            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
             accepted_per_pos=per_pos,
         )
 
@@ -68,9 +70,8 @@ class SpecCounts:
 
 def read_counters(text: str) -> Counters:
     """Return the counters of drafts and of generated tokens from the text of ``/metrics``."""
-    found = [match for match in map(_SERIES.match, text.splitlines()) if match is not None]
-    wanted = [match for match in found if match[1] in GENERATED or match[1].startswith(_DRAFTS)]
-    return {(match[1], match[2] or ""): float(match[3]) for match in wanted if not match[1].endswith("_created")}
+    found = filter(None, map(_SERIES.match, text.splitlines()))
+    return {(match[1], match[2] or ""): float(match[3]) for match in found if not match[1].endswith("_created")}
 
 
 def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCounts]:
@@ -92,23 +93,18 @@ def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCou
             f"the server's counters are above {ROUNDED_FROM}, where it rounds them; expected exact counters. Restart "
             "the server, then run the command again."
         )
-
-    def total(*names: str, position: int | None = None) -> int:
-        mark = "" if position is None else f'position="{position}"'
-        return int(sum(value for (name, labels), value in gained.items() if name in names and mark in labels))
-
-    positions = [int(match[1]) for match in map(_POSITION.search, (labels for _, labels in gained)) if match]
-    reached = (
-        total(f"{_DRAFTS}accepted_tokens_per_pos", position=one) for one in range(max(positions, default=-1) + 1)
-    )
-    drafts, accepted = total(f"{_DRAFTS}draft_tokens"), total(f"{_DRAFTS}accepted_tokens")
+    totals, reached = Counter[str](), Counter[int]()
+    for (name, labels), value in gained.items():
+        totals[name] += int(value)
+        if position := _POSITION.search(labels):
+            reached[int(position[1])] += int(value)
     counts = SpecCounts(
-        rounds=total(f"{_DRAFTS}drafts"),
-        draft_tokens=drafts,
-        accepted_tokens=accepted,
-        accepted_per_pos=tuple(reached),
+        rounds=totals[f"{_DRAFTS}drafts"],
+        draft_tokens=totals[f"{_DRAFTS}draft_tokens"],
+        accepted_tokens=totals[f"{_DRAFTS}accepted_tokens"],
+        accepted_per_pos=tuple(reached[position] for position in range(max(reached, default=-1) + 1)),
     )
-    return total(*GENERATED), counts
+    return sum(totals[name] for name in GENERATED), counts
 
 
 def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,12 +114,15 @@ def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
     return {"input_ids": payload["prompt"], "sampling_params": sampling}
 
 
+def as_object(value: object) -> Mapping[str, Any]:
+    """Return a value of a server's response that should be an object; empty if it is none."""
+    return value if isinstance(value, dict) else {}
+
+
 def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a response of SGLang's ``/generate`` as a completion."""
-    told = document.get("meta_info")
-    told = told if isinstance(told, dict) else {}
-    reason = told.get("finish_reason")
-    reason = reason if isinstance(reason, dict) else {}
+    told = as_object(document.get("meta_info"))
+    reason = as_object(told.get("finish_reason"))
     choice = {"text": document.get("text"), "token_ids": document.get("output_ids")}
     choice |= {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
     return {"choices": [choice], "usage": told, "meta_info": told}

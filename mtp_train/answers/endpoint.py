@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx
 
 from mtp_inference.requests import Request
-from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
+from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, as_object, native_payload, read_counters
 from mtp_train.errors import DataError, printable, redacted
 from mtp_train.trunk.tokenizer import raw_tokens
 
@@ -129,10 +129,6 @@ class Endpoint:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
         )
 
-    def _shown(self, text: str) -> str:
-        """Return text of the server for messages: without the key, should it send that back."""
-        return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
-
     def close(self) -> None:
         self._closed.set()
         self._client.close()
@@ -182,13 +178,13 @@ class Endpoint:
         Raises:
             DataError: The server cannot be used, or its response is not the trunk's.
         """
-        payload = self._payload(request)
-        if self.served_with == "sglang":
-            found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
-            found = found if isinstance(found, Refusal) else as_completion(found)
-        else:
-            found = self._request("POST", self.url + "/completions", payload)
-        return found if isinstance(found, Refusal) else self.response_of(request, found)
+        url, payload, is_sglang = f"{self.url}/completions", self._payload(request), self.served_with == "sglang"
+        if is_sglang:
+            url, payload = self.url.removesuffix("/v1") + "/generate", native_payload(payload)
+        found = self._request("POST", url, payload)
+        if isinstance(found, Refusal):
+            return found
+        return self.response_of(request, as_completion(found) if is_sglang else found)
 
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name: the wanted one, or the only one that is served.
@@ -201,18 +197,17 @@ class Endpoint:
             raise self._unusable(document.reason, "the list of its models", "Check the address, with its version")
         entries = _entries(document, "data")
         served = [str(entry.get("id")) for entry in entries]
+        found = f"serves {', '.join(served) or 'no model'}"
         if wanted is None and len(served) != 1:
-            found = f"serves {', '.join(served) or 'no model'}"
             raise self._unusable(found, "one model, or its name", "Name it (data.regenerate.model, --served-model)")
         if wanted is not None and wanted not in served:
-            found = f"serves {', '.join(served) or 'no model'}, not {wanted}"
-            raise self._unusable(found, "that model", "Correct the name")
+            raise self._unusable(f"{found}, not {wanted}", "that model", "Correct the name")
         self.model = wanted if wanted is not None else served[0]
         chosen = entries[served.index(self.model)]
         self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
         if self.served_with == "llamacpp":
             with contextlib.suppress(ValueError, RecursionError):
-                place = _object(json.loads(self.look("/props") or "{}")).get("model_path")
+                place = as_object(json.loads(self.look("/props") or "{}")).get("model_path")
         self.checkpoint = place if isinstance(place, str) else None
 
     def _payload(self, request: Request) -> dict[str, Any]:
@@ -242,7 +237,7 @@ class Endpoint:
         Counters are of all requests together, and tell prompts apart only one by one.
         """
         text = self.look("/metrics") if self.concurrency == 1 and self.served_with in COUNTING else None
-        return (None if text is None else read_counters(text)) or None
+        return read_counters(text or "") or None
 
     def look(self, path: str) -> str | None:
         """Return the text under a path from the server's root; None if there is none."""
@@ -261,7 +256,7 @@ class Endpoint:
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
             raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
-        read = _object(document.get("usage")).get("prompt_tokens")
+        read = as_object(document.get("usage")).get("prompt_tokens")
         if read is not None and read != len(request.prompt_ids):
             found = f"reads {read} tokens where the prompt has {len(request.prompt_ids)}"
             raise self._unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
@@ -315,7 +310,9 @@ class Endpoint:
                 expected = "an address such as http://localhost:8000/v1"
                 raise self._unusable(f"cannot be asked ({error})", expected, "Correct it") from None
             detail = " ".join(response.text.split())[:200] or response.reason_phrase
-            cause = f"answers {response.status_code} ({self._shown(detail)})"
+            # Without the key, should the server send that back.
+            shown = printable(redacted(detail.replace(self._api_key, "***") if self._api_key else detail))
+            cause = f"answers {response.status_code} ({shown})"
             if response.status_code in FINAL:
                 cure = "Check the address, with its version, and the key (data.regenerate.api_key_env, --api-key-env)"
                 raise self._unusable(cause, "OpenAI's completions there", cure)
@@ -327,11 +324,7 @@ class Endpoint:
         return DataError(f"{self.url}: {found}; expected {expected}. {cure}.")
 
 
-def _entries(document: object, name: str) -> list[dict[str, Any]]:
+def _entries(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the objects of a list in a server's response; empty if there is no such list."""
-    found = document.get(name) if isinstance(document, dict) else None
+    found = document.get(name)
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

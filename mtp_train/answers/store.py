@@ -146,7 +146,14 @@ def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
 def file_rows(path: Path) -> Iterator[RegeneratedRow]:
     """Yield the complete rows of a file; none without a file."""
     for number, line in enumerate(whole_lines(path), start=1):
-        yield _parse_row(line, f"{path}, line {number}")
+        try:
+            row = _ROW.validate_json(line)
+        except ValidationError as error:
+            raise DataError(
+                f"{path}, line {number}: cannot be read ({error.errors()[0]['msg']}); expected a response of "
+                "`regenerate`. Delete the line: its prompt will be answered again."
+            ) from error
+        yield row
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
@@ -179,13 +186,3 @@ def append_rows(path: Path, rows: Iterable[Any]) -> None:
         file.write(b"".join(map(_line, rows)))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _parse_row(line: bytes, where: str) -> RegeneratedRow:
-    try:
-        return _ROW.validate_json(line)
-    except ValidationError as error:
-        raise DataError(
-            f"{where}: cannot be read ({error.errors()[0]['msg']}); expected a response of `regenerate`. Delete the "
-            "line: its prompt will be answered again."
-        ) from error

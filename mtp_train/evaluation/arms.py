@@ -43,23 +43,14 @@ class ArmSpec:
     quantization: Quantization | None = None
 
     @property
-    def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
-        """Equal for arms that share a loaded trunk."""
-        return self.trunk, self.adapter, self.quantization
-
-    @property
     def trunk_name(self) -> str:
-        parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
-        return self.trunk + "".join(parts)
+        adapter = f"+{self.adapter}" if self.adapter else ""
+        return self.trunk + adapter + (f"@{self.quantization}" if self.quantization else "")
 
     def identity(self) -> dict[str, Any]:
         """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""
         kind = self.head if self.head in (None, OWN, NGRAM) else "files"
         return {**asdict(self), "trunk": None, "head": kind, "adapter": self.adapter is not None}
-
-    @property
-    def head_name(self) -> str | None:
-        return self.trunk if self.head == OWN else self.head
 
 
 def parse_arm(text: str) -> ArmSpec:
@@ -97,8 +88,7 @@ def named(spec: ArmSpec) -> ArmSpec:
 
 
 def trunk_label(spec: ArmSpec) -> str:
-    adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
-    return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
+    return replace(spec, trunk=_short(spec.trunk), adapter=spec.adapter and _short(spec.adapter)).trunk_name
 
 
 def _short(location: str) -> str:

@@ -208,14 +208,17 @@ def _dense(
     arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
 ) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
     """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
-    found: dict[str, dict[tuple[float, int | None], DenseRows]] = {}
     limits = arms.seq_len_tokens, arms.dense_tokens
-    heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
-    for name, head in heads.items():
-        for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-            rows = dense_rows(arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits)
-            found.setdefault(name, {})[one.temperature, one.context_tokens] = rows
-    return found
+    return {
+        name: {
+            (one.temperature, one.context_tokens): dense_rows(
+                arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits
+            )
+            for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")
+        }
+        for name, head in arms.drafting.items()
+        if isinstance(head, HeadDrafting)
+    }
 
 
 def decode_prompts(arms: TrunkArms, prompts: Prompts, lanes: Iterable[Lane], progress: Progress) -> LaneRecords:
@@ -227,59 +230,46 @@ def decode_prompts(arms: TrunkArms, prompts: Prompts, lanes: Iterable[Lane], pro
     total = sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in by_plain.items())
     advance = partial(progress.advance, progress.add_task(f"decoding with {arms.name}", total=total))
     records: LaneRecords = {}
-    for plain, (plain_lane, *drafted) in by_plain.items():
-        given, some = prompts[plain.context_tokens], [plain_lane, *drafted]
+    for plain, some in by_plain.items():
+        given = prompts[plain.context_tokens]
         found = {lane: {} if arms.store is None else arms.store.read(*lane) for lane in some}
         advance(sum(len(one) for one in found.values()))
-        # What plain decoding records is not stored: it decodes again the prompts that another lane lacks.
         lacking = [one for one in given if any(one.id not in found[lane] for lane in some)]
         if lacking:
-            texts = _decode_plain(arms, plain_lane, lacking, found[plain_lane], advance)
-            for lane in drafted:
-                _decode_drafted(arms, lane, lacking, texts, found[lane], advance)
+            _decode_lacking(arms, lacking, found, advance)
         records |= {lane: [found[lane][prompt.id] for prompt in given] for lane in some}
     return records
 
 
-Found = dict[str, PromptRecord]
-"""Records of one lane by prompt id."""
-
-
-def _decode_plain(
-    arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], found: Found, advance: Callable[..., object]
-) -> PlainTexts:
-    results = [result for _, some in _decode(arms, lane, prompts, advance) for result in some]
-    texts = PlainTexts(arms.trunk, results)
-    pairs = zip(prompts, results, texts.checks, strict=True)
-    done = [record_of(prompt, result, check) for prompt, result, check in pairs if prompt.id not in found]
-    _keep(arms, lane, done, found, advance)
-    return texts
-
-
-def _decode_drafted(
+def _decode_lacking(
     arms: TrunkArms,
-    lane: Lane,
     prompts: Sequence[Prompt],
-    texts: PlainTexts,
-    found: Found,
+    found: Mapping[Lane, dict[str, PromptRecord]],
     advance: Callable[..., object],
 ) -> None:
-    """Decode the prompts that a lane lacks, and check them against the plain ``texts`` of all ``prompts``."""
+    """Decode prompts that a lane lacks, check the texts, and add the records to those ``found`` by prompt id."""
+    plain_lane, *drafted = found
+
+    def keep(
+        lane: Lane, group: Iterable[Prompt], results: Iterable[GenerationResult], checks: Iterable[TextCheck]
+    ) -> None:
+        decoded = zip(group, results, checks, strict=True)
+        done = [record_of(prompt, one, check) for prompt, one, check in decoded if prompt.id not in found[lane]]
+        found[lane].update((one.prompt_id, one) for one in done)
+        if arms.store is not None:
+            arms.store.add(*lane, done)
+        advance(len(done))
+
+    # What plain decoding records is not stored: it decodes again the prompts that another lane lacks.
+    results = [result for _, some in _decode(arms, plain_lane, prompts, advance) for result in some]
+    texts = PlainTexts(arms.trunk, results)
+    keep(plain_lane, prompts, results, texts.checks)
     index_of = {prompt.id: index for index, prompt in enumerate(prompts)}
-    missing = [prompt for prompt in prompts if prompt.id not in found]
-    for group, results in _decode(arms, lane, missing, advance):
-        pairs = zip(group, results, strict=True)
-        done = [record_of(prompt, one, texts.check(index_of[prompt.id], one)) for prompt, one in pairs]
-        _keep(arms, lane, done, found, advance)
-
-
-def _keep(
-    arms: TrunkArms, lane: Lane, done: Sequence[PromptRecord], found: Found, advance: Callable[..., object]
-) -> None:
-    found |= {one.prompt_id: one for one in done}
-    if arms.store is not None:
-        arms.store.add(*lane, done)
-    advance(len(done))
+    for lane in drafted:
+        missing = [prompt for prompt in prompts if prompt.id not in found[lane]]
+        for group, results in _decode(arms, lane, missing, advance):
+            checks = [texts.check(index_of[prompt.id], one) for prompt, one in zip(group, results, strict=True)]
+            keep(lane, group, results, checks)
 
 
 def _decode(
@@ -313,8 +303,7 @@ class Stopwatch:
     def __init__(self, arms: TrunkArms, prompts: Sequence[Prompt], lanes: Sequence[Lane]) -> None:
         self.arms, self.prompts, self.lanes = arms, prompts, lanes
         self._decoders = {lane: arms.decoder(*lane, 1) for lane in lanes if prompts}
-        self._found: dict[Lane, dict[str, PromptRecord]] = {lane: {} for lane in lanes}
-        self._best: dict[tuple[Lane, str], list[float]] = {}
+        self._best: dict[Lane, dict[str, tuple[PromptRecord, list[float]]]] = {lane: {} for lane in lanes}
         for lane in self._decoders:
             # Lazy initialisation happens in the first call.
             self._decode(prompts[0], lane)
@@ -322,7 +311,13 @@ class Stopwatch:
     @property
     def records(self) -> LaneRecords:
         """The records with the best times so far."""
-        return {lane: list(by_prompt.values()) for lane, by_prompt in self._found.items()}
+        return {
+            lane: [
+                replace(record, seconds_prefill=seconds[0], seconds_decode=sum(seconds[1:]))
+                for record, seconds in by_prompt.values()
+            ]
+            for lane, by_prompt in self._best.items()
+        }
 
     def run(self, passes: int, on_prompt: Callable[[], object]) -> None:
         """Time every prompt in every lane so many times more."""
@@ -330,11 +325,8 @@ class Stopwatch:
             for prompt in self.prompts:
                 for lane in self.lanes[:: -1 if number % 2 else 1]:
                     record, seconds = self._decode(prompt, lane)
-                    best = self._best.setdefault((lane, prompt.id), seconds)
+                    _, best = self._best[lane].setdefault(prompt.id, (record, seconds))
                     best[:] = map(min, best, seconds)
-                    self._found[lane][prompt.id] = replace(
-                        record, seconds_prefill=best[0], seconds_decode=sum(best[1:])
-                    )
                     on_prompt()
 
     def _decode(self, prompt: Prompt, lane: Lane) -> tuple[PromptRecord, list[float]]:

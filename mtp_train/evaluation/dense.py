@@ -71,8 +71,6 @@ def dense_rows(
         seq_len_tokens: Longest text; a longer text is cut at its end.
         max_tokens: Prompts whose texts exceed it together are left out, except for the first; None for no limit.
     """
-    head = drafting.head
-    draft_vocab_R = drafting.draft_vocab_R
     outputs = {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
     texts = [answer_document(prompt, outputs[prompt.id].token_ids, seq_len_tokens) for prompt in decoded]
@@ -80,8 +78,10 @@ def dense_rows(
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= max_tokens).sum()))
         decoded, texts = decoded[:num_texts], texts[:num_texts]
-    with many_rows(trunk, head) as run:
-        parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
+    with many_rows(trunk, drafting.head) as head:
+        parts = [
+            _text_rows(trunk, head, text, num_depths, temperature or 1.0, drafting.draft_vocab_R) for text in texts
+        ]
     entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
         prompts=decoded,

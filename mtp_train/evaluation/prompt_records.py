@@ -6,7 +6,7 @@ interrupted study resumes after the last complete line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -43,7 +43,7 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """Return the setting without drafts, whose speed and texts drafting arms are compared with."""
-        return Setting(self.temperature, self.context_tokens, 0, "none", self.top_p, self.top_k)
+        return replace(self.setting, depth=0, rule="none")
 
     @property
     def setting(self) -> Setting:
@@ -54,9 +54,10 @@ class Setting:
         """Name the setting in reports; filters that are off are left out."""
         if not self.temperature:
             return "greedy"
-        filters = [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
-        filters += [f"top-k {self.top_k}"] if self.top_k else []
-        return ", ".join([f"temperature {self.temperature:g}", *filters, f"{self.rule} drafts"])
+        filters = (f", top-p {self.top_p:g}" if self.top_p < 1.0 else "") + (
+            f", top-k {self.top_k}" if self.top_k else ""
+        )
+        return f"temperature {self.temperature:g}{filters}, {self.rule} drafts"
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed)

@@ -34,6 +34,8 @@ VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 RULE_ORDER = ("greedy", "sampled", "argmax")
 """Verify rules in the order that tables show them; the rule of a server comes last."""
 Tone = Literal["good", "bad", "neutral"]
+Shares = tuple[float | None, ...]
+"""Shares by position; None where nothing was counted."""
 T = TypeVar("T")
 
 
@@ -56,11 +58,11 @@ class ArmResult:
     marginal: tuple[float, ...] | None = None
     """Per position, accepted over rounds."""
     marginal_ci95: tuple[Interval | None, ...] | None = None
-    conditional: tuple[float | None, ...] | None = None
+    conditional: Shares | None = None
     """Per position, accepted over accepted at the position before."""
-    dense: tuple[float | None, ...] | None = None
+    dense: Shares | None = None
     """Per depth, share of positions of the trunk's plain output where the head's argmax token is the trunk's."""
-    overlap: tuple[float | None, ...] | None = None
+    overlap: Shares | None = None
     """Per depth, mean of sum_v min(p, q) over these positions."""
     target_entropy: float | None = None
     """Mean entropy of p over these positions, nats per token."""
@@ -231,6 +233,11 @@ class Report:
     """Some texts of the retrained head of a run, for the page."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong with the decoder; acceptance has no meaning then."""
+        return () if self.lossless is None else self.lossless.faults
 
     @cached_property
     def by_place(self) -> dict[tuple[str, str, Setting], Cell]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import OpenModel
+from mtp_inference.opening import OWN, OpenModel
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
@@ -30,7 +30,7 @@ from mtp_train.evaluation.arms import (
 )
 from mtp_train.evaluation.decoding import ALONE, SPEED_SETTINGS, Processes, Prompts, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
+from mtp_train.evaluation.results import Report
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import Measurements, assemble
 from mtp_train.evaluation.store import Store
@@ -90,7 +90,8 @@ class Study:
         found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
         by_trunk: dict[Any, list[ArmSpec]] = {}
         for spec in self.arms:
-            by_trunk.setdefault(spec.trunk_key, []).append(spec)
+            # These share a loaded trunk.
+            by_trunk.setdefault((spec.trunk, spec.adapter, spec.quantization), []).append(spec)
         names = plain_names([group[0] for group in by_trunk.values()])
         for plain_name, group in zip(names, by_trunk.values(), strict=True):
             self._measure(group, plain_name, found)
@@ -115,15 +116,15 @@ class Study:
         eos_ids = eos_token_ids(model.checkpoint, tokenizer)
         for server in self.servers:
             if server.checkpoint == first.trunk:
-                found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
-                for warning in found.served[server.name].document["warnings"]:
+                found.served[server.name] = served = judged(found.served[server.name], trunk, eos_ids)
+                for warning in served.document["warnings"]:
                     progress.console.print(f"{server.name}: {warning}", highlight=False)
         found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
         arms = TrunkArms(
             trunk=trunk,
             name=first.trunk_name,
             drafting=drafting,
-            head_names={one.name: str(one.head_name) for one in group},
+            head_names={one.name: one.trunk if one.head == OWN else str(one.head) for one in group},
             plain_arm=plain_name,
             max_new_tokens=grid.max_new_tokens,
             eos_ids=eos_ids,
@@ -145,29 +146,13 @@ class Study:
             "arms": [spec.identity() for spec in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
             "prompts": None if prompts is None else _digest([(one.id, one.prompt_ids) for one in prompts]),
-            "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
+            # Before any template: some templates insert the date.
+            "prompt_texts": _digest([(one.task, one.id, one.content) for one in load_suite(self.grid.suite)])
+            if prompts is None
+            else None,
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
         }
-
-
-def run_study(
-    specs: Sequence[ArmSpec],
-    grid: EvaluationGrid,
-    out: Path,
-    progress: Progress,
-    *,
-    title: str,
-    servers: Sequence[Server] = (),
-) -> Report:
-    """Measure arms and return the report; a finished study in ``out`` gives its own. See :class:`Study`."""
-    study = Study(specs, grid, out, progress, servers=servers)
-    if study.store.is_finished:
-        return load_report(out / REPORT_FILE)
-    report = study_report(study.measure(), grid, title)
-    # With servers alone, nothing has been stored so far.
-    study.store.claim()
-    return report
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
@@ -185,14 +170,9 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
     if len(specs) == 1:
         return [PLAIN]
     labels = [trunk_label(spec) for spec in specs]
-    pairs = zip(labels, specs, strict=True)
-    return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
-
-
-def _suite_digest(name: str) -> str:
-    """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
-    texts = [(one.task, one.id, one.content) for one in load_suite(name)]
-    return _digest(texts)
+    return [
+        f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in zip(labels, specs, strict=True)
+    ]
 
 
 def _digest(texts: object) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from statistics import fmean
@@ -90,13 +90,10 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         return [one for one, records in self.decoded.items() if records]
 
-    def own(self, setting: Setting) -> Setting:
-        """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
-        return setting if self.head is not None else setting.plain
-
     def counts(self, setting: Setting, *, timed: bool = False) -> list[PromptCounts]:
         """Return the counts of every prompt, or of every timed one, at the arm's own setting."""
-        own = self.own(setting)
+        # Plain decoding is the same beside all drafting arms.
+        own = setting if self.head is not None else setting.plain
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
     def against(self, other: MeasuredArm, setting: Setting) -> Pair:
@@ -145,6 +142,8 @@ def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
 
 def _tasks(found: Iterable[str]) -> tuple[str, ...]:
     single = dict.fromkeys(found)
+    if not single:
+        return ()
     return (ALL_TASKS, *single) if len(single) > 1 else (ALL_TASKS,)
 
 
@@ -197,10 +196,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
-    pair = arm.against(arm.plain, setting) if setting.depth and arm.plain is not None else Pair((), ())
-    if gain := measured_speedup(pair):
-        found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
-        found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+    if setting.depth and arm.plain is not None:
+        pair = arm.against(arm.plain, setting)
+        if gain := measured_speedup(pair):
+            found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
+            found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
     return found
 
 
@@ -296,12 +296,16 @@ def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
     """Return the share of greedy texts that two arms both wrote; 1.0 without any."""
 
     def greedy_texts(arm: MeasuredArm) -> dict[str, tuple[int, ...]]:
-        greedy = [records for setting, records in arm.decoded.items() if not setting.temperature]
-        return {one.prompt_id: one.token_ids for records in greedy for one in records}
+        return {
+            one.prompt_id: one.token_ids
+            for setting, records in arm.decoded.items()
+            if not setting.temperature
+            for one in records
+        }
 
     texts, others = greedy_texts(first), greedy_texts(second)
     both = texts.keys() & others.keys()
-    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else 1.0
+    return len(texts.items() & others.items()) / len(both) if both else 1.0
 
 
 def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = ()) -> tuple[ArmComparison, ...]:
@@ -314,44 +318,38 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
     return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
 
 
-def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
-    compared = []
+def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Iterator[ArmComparison]:
     for setting in (one for one in first.decoded if one.depth and one in second.decoded):
         place = setting.temperature, setting.context_tokens
         task_of = {one.prompt_id: one.task for one in first.decoded[setting]}
         both = paired(first.counts(setting), second.counts(setting))
         dense = first.dense.get(place), second.dense.get(place)
-        for task in _tasks(task_of[one.prompt_id] for one in both[0]) if both[0] else ():
+        for task in _tasks(task_of[one.prompt_id] for one in both[0]):
             chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
-            delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
+            delta = tau_difference(*zip(*chosen, strict=True))
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
-            compared.append(
-                ArmComparison(
-                    **vars(setting),
-                    first=first.name,
-                    second=second.name,
-                    task=task,
-                    delta_tau=delta.value,
-                    delta_tau_ci95=delta.ci95,
-                    groups=delta.groups,
-                    p_value=delta.p_value,
-                    same_trunk=same_trunk,
-                    delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
-                    delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
-                )
+            yield ArmComparison(
+                **vars(setting),
+                first=first.name,
+                second=second.name,
+                task=task,
+                delta_tau=delta.value,
+                delta_tau_ci95=delta.ci95,
+                groups=delta.groups,
+                p_value=delta.p_value,
+                same_trunk=same_trunk,
+                delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
+                delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
             )
-    return compared
 
 
 def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
     """Set ``differs`` by Holm's correction, separately for all tasks together and for single tasks."""
-    differs = [False] * len(found)
+    differs: dict[ArmComparison, bool] = {}
     for of_all in (True, False):
-        family = [index for index, one in enumerate(found) if (one.task == ALL_TASKS) == of_all]
-        falls = holm([found[index].p_value for index in family], LEVEL / 2)
-        for index, fell in zip(family, falls, strict=True):
-            differs[index] = fell
-    return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))
+        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
+        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
+    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -398,14 +396,12 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
         place_of: The indices of the groups of the prompts that count, by the ids of the prompts.
     """
     group_P = np.array([place_of.get(one.id, -1) for one in rows.prompts], dtype=np.int64)
-    counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
-    bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
-    place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
-    flat = [
-        np.bincount(place_N, weight_N, minlength=groups * len(FINE_EDGES))
-        for weight_N in (None, rows.overlap_KN[0, counted_N])
-    ]
-    return np.stack([one.reshape(groups, len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
+    valid_N = rows.valid_KN[0]
+    # Other prompts, at -1, are in no bin.
+    place = group_P[rows.prompt_N[valid_N]], rows.entropy_N[valid_N]
+    bins = np.arange(groups + 1), (*FINE_EDGES, np.inf)
+    weights = None, rows.overlap_KN[0, valid_N]
+    return np.stack([np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in weights], axis=1)
 
 
 def _common_share(total_4B: FloatArray) -> float:

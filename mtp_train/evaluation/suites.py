@@ -349,8 +349,7 @@ def _without_system(content: Content) -> Content:
     if not isinstance(content, Chat) or [message["role"] for message in content.messages[:2]] != ["system", "user"]:
         return content
     system, user, *others = content.messages
-    asked = {**user, "content": system["content"] + SEPARATOR + user["content"]}
-    return replace(content, messages=(asked, *others))
+    return replace(content, messages=({**user, "content": system["content"] + SEPARATOR + user["content"]}, *others))
 
 
 def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple[int, ...]) -> int:

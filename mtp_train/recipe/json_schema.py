@@ -98,8 +98,13 @@ def describe(node: Node) -> str:
             return f"a list of {count}, each {describe(item)}"
         case {"enum": choices}:
             return f"one of {', '.join(choices)}"
-    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    kinds["object"] = "names with values"
+    kinds = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "object": "names with values",
+    }
     return kinds[node["type"]] + _limits(node)
 
 
@@ -122,7 +127,7 @@ def _limits(node: Node) -> str:
 def shown(value: object) -> str:
     """Return a value in short, a list of values with its items."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return "a section" if value else "{}"
     if isinstance(value, list | tuple):

@@ -251,9 +251,9 @@ def _hint(path: str, value: object, node: Node) -> str:
 
 def _unknown(path: str, section: Node) -> str:
     within, _, key = path.rpartition(".")
-    names, paths = list(not_null(section)["properties"]), [path for path, _ in walk_fields(schema_tree())]
+    names = list(not_null(section)["properties"])
     near = [dotted(within, name) for name in difflib.get_close_matches(key, names, n=1)]
-    meant = [path for path in paths if path.endswith(f".{key}")] or near
+    meant = [path for path, _ in walk_fields(schema_tree()) if path.endswith(f".{key}")] or near
     expected = f"a field of {within or 'the recipe'}" if meant else f"one of {', '.join(names)}"
     hint = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
     return f"{path}: unknown; expected {expected}. {hint}"

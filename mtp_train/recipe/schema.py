@@ -112,12 +112,11 @@ class Recipe(RecipeSection):
             yield f"gate.baseline: {baseline!r}, which is not in evaluate.arms; expected one of these. Add it there."
 
     def _of_the_head(self) -> Iterator[str]:
-        head, objective = self.head, self.objective
-        if find_head_kind(head.kind).parallel and objective.unroll != "exact":
-            yield f"objective.unroll: {objective.unroll!r} with head.kind: {head.kind}; expected exact. Leave it out."
-
-        depth = self.evaluate.depth
-        if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
+        head, unroll, depth = self.head, self.objective.unroll, self.evaluate.depth
+        is_parallel = find_head_kind(head.kind).parallel
+        if is_parallel and unroll != "exact":
+            yield f"objective.unroll: {unroll!r} with head.kind: {head.kind}; expected exact. Leave it out."
+        if is_parallel and (depth or 0) > head.num_depths:
             yield f"evaluate.depth: {depth} with head.kind: {head.kind}; expected head.num_depths or less. Lower it."
 
         seq_len = self.data.seq_len_tokens

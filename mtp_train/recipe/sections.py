@@ -130,7 +130,6 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Pair = Annotated[tuple[T, ...], Field(min_length=2, max_length=2)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
 OneOrMore = Annotated[
     NonEmpty[T],
@@ -411,7 +410,7 @@ class TrainSection(RecipeSection):
     """Keep the head with the best acceptance of the training, its start included; null keeps the last."""
     weight_decay: NonNegative = 0.0
     """Weight decay of AdamW, on matrices only."""
-    betas: Pair[BelowOne] = (0.9, 0.95)
+    betas: Annotated[tuple[BelowOne, ...], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """The two decay rates of AdamW."""
     max_grad_norm: Positive = 1.0
     """Gradients with a larger norm are scaled down to this norm."""

@@ -6,6 +6,7 @@ in ``recipes/`` at its top level.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,15 +42,16 @@ class RecipesResult:
     """For ``accelerate launch --config_file``, by path."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            group: [asdict(file) | {"path": str(file.path)} for file in files] for group, files in vars(self).items()
-        }
+        return json.loads(json.dumps(asdict(self), default=str))
 
     def __str__(self) -> str:
-        tables = _table("recipe", "trains", self.recipes), _table("accelerate file", "launches", self.accelerate)
-        return "\n\n".join(tables) + (
-            "\n\nRun a recipe by its name: mtp-train run NAME, or on several processes "
-            "accelerate launch --config_file PATH -m mtp_train NAME."
+        return "\n\n".join(
+            (
+                _table("recipe", "trains", self.recipes),
+                _table("accelerate file", "launches", self.accelerate),
+                "Run a recipe by its name: mtp-train run NAME, or on several processes "
+                "accelerate launch --config_file PATH -m mtp_train NAME.",
+            )
         )
 
 

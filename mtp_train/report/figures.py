@@ -13,8 +13,9 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance.counts import Interval
@@ -105,14 +106,14 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     figures = list[FigureFile]()
     rows = (
-        ("tau", _tau, "Tokens committed per round (tau)", TAU_LABEL, 0.9),
-        ("speedup", _speedup, "Tokens per second over those of the same trunk without drafts", SPEEDUP_LABEL, 0.0),
+        ("tau", "Tokens committed per round (tau)", 0.9),
+        ("speedup", "Tokens per second over those of the same trunk without drafts", 0.0),
     )
-    for stem, points_of, what, label, x_start in rows:
-        if series := _arm_series(report, points_of):
+    for name, what, x_start in rows:
+        if series := _arm_series(report, name):
             caption = f"{what}, {INTERVALS}. 1 is plain decoding."
-            figures.append(FigureFile(stem, caption, _rows(series, label, x_start)))
-    if series := _arm_series(report, _shares):
+            figures.append(FigureFile(name, caption, _rows(series, LABELS[name], x_start)))
+    if series := _arm_series(report, "marginal"):
         caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
         ticks = [str(position + 1) for position in range(max(len(one.points) for one in series))]
         drawn = _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
@@ -121,54 +122,51 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
     by_depth = [str(one.depth) for one in depths]
     by_context = [context_words(one.context_tokens) for one in contexts]
     lines = (
-        ("depth", depths, _tau, "Tau by drafts per round", "drafts per round", TAU_LABEL, by_depth),
-        ("depth_speedup", depths, _speedup, "Speed by drafts per round", "drafts per round", SPEEDUP_LABEL, by_depth),
-        ("context", contexts, _tau, "Tau by tokens of context", "tokens of context", TAU_LABEL, by_context),
+        ("depth", depths, "tau", "Tau", "drafts per round", by_depth),
+        ("depth_speedup", depths, "speedup", "Speed", "drafts per round", by_depth),
+        ("context", contexts, "tau", "Tau", "tokens of context", by_context),
     )
-    for stem, settings, points_of, what, x_label, y_label, ticks in lines:
-        if len(settings) > 1 and (series := _setting_series(report, settings, points_of)):
-            plain_at = 1.0 if points_of is _speedup else None
-            drawn = _lines(series, x_label, y_label, ticks, plain_at=plain_at)
-            figures.append(FigureFile(stem, f"{what}, {INTERVALS}.", drawn))
+    for stem, settings, name, what, x_label, ticks in lines:
+        if len(settings) > 1 and (series := _setting_series(report, settings, name)):
+            drawn = _lines(series, x_label, LABELS[name], ticks, plain_at=1.0 if name == "speedup" else None)
+            figures.append(FigureFile(stem, f"{what} by {x_label}, {INTERVALS}.", drawn))
     return figures + _training_figures(metrics)
 
 
-PointsOf = Callable[[ArmResult], list[Point]]
-TAU_LABEL, SPEEDUP_LABEL = "tokens per round (tau)", "times the speed without drafts"
+LABELS = {"tau": "tokens per round (tau)", "speedup": "times the speed without drafts"}
+"""Labels of axes, by the figure of an arm."""
 
 
-def _tau(arm: ArmResult) -> list[Point]:
-    return [] if arm.tau is None else [(0.0, arm.tau, arm.tau_ci95)]
+def _points(arm: ArmResult, figure: str) -> list[Point]:
+    """Return a figure of an arm by its name, with its intervals: a share for each position, else a single value."""
+    values, intervals = getattr(arm, figure), getattr(arm, f"{figure}_ci95")
+    if values is None:
+        return []
+    if figure != "marginal":
+        return [(0.0, values, intervals)]
+    return [(float(k), *share) for k, share in enumerate(zip(values, intervals or [None] * len(values), strict=True))]
 
 
-def _speedup(arm: ArmResult) -> list[Point]:
-    return [] if arm.speedup is None else [(0.0, arm.speedup, arm.speedup_ci95)]
-
-
-def _shares(arm: ArmResult) -> list[Point]:
-    shares = arm.marginal or ()
-    intervals = arm.marginal_ci95 or (None,) * len(shares)
-    return [(float(k), *figure) for k, figure in enumerate(zip(shares, intervals, strict=True))]
-
-
-def _arm_series(report: Report, points_of: PointsOf) -> list[Series]:
-    """Return the figures of the arms that draft, at the headline setting."""
+def _arm_series(report: Report, figure: str) -> list[Series]:
+    """Return a figure of the arms that draft, at the headline setting."""
     groups = group_arms(report)
     looks = assign_looks([name for arms in groups.values() for name in arms])
     return [
         Series(name, looks[name], points, note)
         for note, arms in groups.items()
         for name, arm in arms.items()
-        if arm.head and (points := points_of(arm))
+        if arm.head and (points := _points(arm, figure))
     ]
 
 
-def _setting_series(report: Report, settings: Sequence[Setting], points_of: PointsOf) -> list[Series]:
+def _setting_series(report: Report, settings: Sequence[Setting], figure: str) -> list[Series]:
     """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
     series = []
     for arm, look in assign_looks(report.drafting).items():
         cells = [(x, report.at(setting).get(arm)) for x, setting in enumerate(settings)]
-        points = [(float(x), y, known) for x, cell in cells if cell is not None for _, y, known in points_of(cell)]
+        points = [
+            (float(x), y, known) for x, cell in cells if cell is not None for _, y, known in _points(cell, figure)
+        ]
         if points:
             series.append(Series(arm, look, points))
     return series
@@ -215,8 +213,15 @@ def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
         most = max(most, interval[1])
         axes.plot(interval, [row, row], color=one.look.colour, linewidth=2, solid_capstyle="butt")
         axes.plot([value], [row], **one.marker, linestyle="none", markersize=8)
-        place: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{value:.2f}", (interval[1], row), **place, fontsize=11, color=INK)
+        axes.annotate(
+            f"{value:.2f}",
+            (interval[1], row),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+            color=INK,
+        )
         if row and one.note != series[row - 1].note:
             axes.axhline(row - 0.5, color=FAINT, linewidth=1, zorder=0)
     axes.set_xlim(x_start, x_start + 1.2 * max(most - x_start, 0.1))
@@ -234,10 +239,8 @@ def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
     """Return a look for every arm: from :data:`LOOKS` for a known name, else an unused one while there are any."""
     # Grey is reserved for arms without drafts.
-    spare = [look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or list(LOOKS.values())
-    others = [name for name in names if name not in LOOKS]
-    chosen = {name: spare[index % len(spare)] for index, name in enumerate(others)}
-    return {name: LOOKS.get(name) or chosen[name] for name in names}
+    spare = cycle([look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or LOOKS.values())
+    return {name: LOOKS.get(name) or next(spare) for name in names}
 
 
 def canvas(height_inches: float) -> tuple[Figure, Axes]:

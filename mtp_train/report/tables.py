@@ -8,8 +8,7 @@ from typing import Literal
 
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
+from mtp_train.evaluation.results import ArmResult, Cell, Report
 from mtp_train.report.wording import (
     Arms,
     depth_words,
@@ -36,6 +35,8 @@ class TextTable:
     """The page's style; the last column of ``prose`` holds sentences."""
 
 
+PER_POSITION = ("marginal", "conditional", "dense", "overlap")
+"""Figures of an arm with a share per position in the draft."""
 MAX_INTERVALS = 3
 """The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
 _TAU_VERDICTS = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
@@ -95,13 +96,12 @@ def arms_table(groups: Mapping[str, Arms], columns: Sequence[str] = tuple(_ARM_C
 
 def axis_tables(report: Report) -> dict[str, TextTable | None]:
     """Return a table of the arms along each axis through the headline setting; None for an axis with a single point."""
-    headline, everywhere = report.headline, ALL_TASKS
     temperatures = report.along("temperature", "top_p", "top_k", "rule")
-    points: dict[str, list[tuple[str, str, Setting]]] = {
-        "task": [] if headline is None else [(task, task, headline) for task in report.tasks],
-        "setting": [(setting.name, everywhere, setting) for setting in temperatures],
-        "drafts": [(depth_words(setting.depth), everywhere, setting) for setting in report.along("depth")],
-        "context": [(context_words(one.context_tokens), everywhere, one) for one in report.along("context_tokens")],
+    points = {
+        "task": [(task, report.at(report.headline, task)) for task in report.tasks],
+        "setting": [(one.name, report.at(one)) for one in temperatures],
+        "drafts": [(depth_words(one.depth), report.at(one)) for one in report.along("depth")],
+        "context": [(context_words(one.context_tokens), report.at(one)) for one in report.along("context_tokens")],
     }
     return {
         axis: _point_table(report, axis, points[axis], columns) if len(points[axis]) > 1 else None
@@ -114,13 +114,13 @@ def context_words(context_tokens: int | None) -> str:
 
 
 def _point_table(
-    report: Report, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
+    report: Report, name: str, points: Sequence[tuple[str, Mapping[str, Cell]]], columns: Sequence[str]
 ) -> TextTable | None:
-    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point."""
+    """Return a group per point (label, cells) with a row per arm; with a single arm, one row per point."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     alone = len(report.drafting) == 1
-    for label, task, setting in points:
-        for arm, cell in report.at(setting, task).items():
+    for label, cells in points:
+        for arm, cell in cells.items():
             row = (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
             groups.setdefault("" if alone else label, []).append(row)
     return make_table((name if alone else "arm", *columns), groups)
@@ -184,16 +184,14 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
 
 
 def position_table(report: Report) -> TextTable | None:
-    kinds = ("marginal", "conditional", "dense", "overlap")
-    figures = {
-        name: {kind: shares for kind in kinds if (shares := getattr(arm, kind))} for name, arm in report.arms.items()
-    }
-    depth = max((len(shares) for by_kind in figures.values() for shares in by_kind.values()), default=0)
     groups = {
         name: [
-            (kind, *(format_number(share, 3) for share in (*shares, *[None] * (depth - len(shares)))))
-            for kind, shares in by_kind.items()
+            (kind, *(format_number(share, 3) for share in shares))
+            for kind in PER_POSITION
+            if (shares := getattr(arm, kind))
         ]
-        for name, by_kind in figures.items()
+        for name, arm in report.arms.items()
     }
-    return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
+    width = max((len(row) for rows in groups.values() for row in rows), default=0)
+    padded = {name: [row + ("-",) * (width - len(row)) for row in rows] for name, rows in groups.items()}
+    return make_table(("figure", *map(str, range(1, width))), padded)

@@ -43,20 +43,19 @@ measured here on another trunk (vanilla), and those measured elsewhere, which ar
 
 def group_arms(report: Report) -> dict[str, Arms]:
     """Return the arms of a report by their group; a group may be empty."""
+    groups: dict[str, Arms] = {ALIKE: {}, APART: {}, ELSEWHERE: {}}
     here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
     # The trunk of the first of these arms is the run's trunk. The vanilla arm has another one, the base model.
-    names = [name for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
-    apart = {name: arm for name, arm in here.items() if name == VANILLA or arm.trunk != here[names[0]].trunk}
-    return {
-        ALIKE: {name: arm for name, arm in here.items() if name not in apart},
-        APART: apart,
-        ELSEWHERE: {name: arm for name, arm in report.arms.items() if not arm.measured_here},
-    }
+    trunks = [here[name].trunk for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
+    for name, arm in report.arms.items():
+        measured = APART if name == VANILLA or arm.trunk != trunks[0] else ALIKE
+        groups[measured if arm.measured_here else ELSEWHERE][name] = arm
+    return groups
 
 
 def headline(report: Report) -> Finding:
     """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
-    if report.lossless and report.lossless.faults:
+    if report.faults:
         # Acceptance has no meaning without it.
         return Finding("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
     if report.settings.get("gate") == UNJUDGED:
@@ -69,13 +68,13 @@ def headline(report: Report) -> Finding:
     ranked = ranked_arms(report)
     if not ranked:
         return Finding("neutral", "Acceptance measured", "No arm drafted at a common setting.")
-    return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(report, ranked)
+    return _one_arm(ranked[0]) if len(ranked) == 1 else _best_arm(report, ranked)
 
 
-def ranked_arms(report: Report) -> list[tuple[str, Cell, float]]:
-    """Return the drafting arms, their cells at the headline setting and tau, the highest tau first."""
-    known = [(name, cell, cell.tau) for name, cell in report.at(report.headline).items() if cell.tau is not None]
-    return sorted(known, key=lambda entry: -entry[2])
+def ranked_arms(report: Report) -> list[Cell]:
+    """Return the cells of drafting arms with a tau at the headline setting, the highest tau first."""
+    known = [cell for cell in report.at(report.headline).values() if cell.tau is not None]
+    return sorted(known, key=lambda cell: cell.tau or 0.0, reverse=True)
 
 
 def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
@@ -101,28 +100,29 @@ def verdict_title(finding: Finding) -> str:
     return f"{VERDICTS[finding.tone].capitalize()}: {finding.statement[:1].lower()}{finding.statement[1:]}"
 
 
-def _one_arm(name: str, cell: Cell, tau: float) -> Finding:
+def _one_arm(cell: Cell) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
-        return Finding("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
-    title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
+        return Finding("neutral", f"{cell.arm} commits {cell.tau:.2f} tokens a round", f"{detail}.")
+    title = f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
     return Finding(*payment(cell, title), f"{detail}{needed}.")
 
 
-def _best_arm(report: Report, ranked: Sequence[tuple[str, Cell, float]]) -> Finding:
-    (best, cell, tau), *rest = ranked
+def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
+    best, *rest = ranked
     rows = (*report.compared, *(row.swapped() for row in report.compared))
-    against = {row.second: row for row in rows if row.first == best}
-    others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
-    equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
+    against = {row.second: row for row in rows if row.first == best.arm}
+    others = ", ".join(f"{one.arm} {one.tau:.2f}" for one in rest)
+    equals = [one.arm for one in rest if one.arm not in against or not against[one.arm].differs]
     if equals:
-        title = f"No arm is shown to be ahead; {best} has the highest tau"
+        title = f"No arm is shown to be ahead; {best.arm} has the highest tau"
         return Finding(
-            "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
+            "neutral", title, f"Tau {best.tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
         )
-    detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
-    return Finding(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
+    second = rest[0].arm
+    detail = f"Against {others}; each difference is real. From {second}: {difference_words(against[second])}."
+    return Finding(*payment(best, f"{best.arm} has the highest tau: {best.tau:.2f}"), detail)
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
@@ -141,22 +141,22 @@ def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
 def key_figures(report: Report) -> list[tuple[str, str]]:
     """Return the (figure, meaning) pairs to show large; none without losslessness, or where no arm drafts."""
     ranked = ranked_arms(report)
-    if (report.lossless and report.lossless.faults) or not ranked:
+    if report.faults or not ranked:
         return []
     retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
     if report.gate is not None and retrained is not None:
-        shown = {report.gate.baseline: report.arms.get(report.gate.baseline), RETRAINED: retrained}
-        fastest = RETRAINED, retrained
+        shown: Arms = {name: report.arms[name] for name in (report.gate.baseline, RETRAINED) if name in report.arms}
+        name, arm = RETRAINED, retrained
     else:
-        shown = {ranked[0][0]: ranked[0][1]}
-        fastest = max((entry[:2] for entry in ranked), key=lambda entry: entry[1].speedup or 0.0)
-    for name, arm in shown.items():
-        if arm is not None and arm.tau is not None:
-            found.append((f"{arm.tau:.2f}", f"tokens per round, {BASELINES.get(name, name)}"))
-    name, arm = fastest
+        shown = {ranked[0].arm: ranked[0]}
+        fastest = max(ranked, key=lambda cell: cell.speedup or 0.0)
+        name, arm = fastest.arm, fastest
+    for its_name, one in shown.items():
+        if one.tau is not None:
+            found.append((f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}"))
     if arm.speedup is not None:
         bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
-        found.append((format_speedup(arm.speedup), f"the speed without drafts, {name}{bounds}"))
+        found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds}"))
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
     return found
@@ -180,20 +180,20 @@ def serving_sentences(report: Report) -> list[str]:
     In a run, for the retrained head alone.
     """
     arms = [arm for arm in report.drafting if report.title is not None or arm == RETRAINED]
-    told = {arm: depth_sentence(report.by_depth(arm)) for arm in arms}
+    told = {arm: depth_sentence(report.by_depth(arm).values()) for arm in arms}
     return [f"{arm}: {text}" if len(arms) > 1 else text for arm, text in told.items() if text]
 
 
-def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
-    """Return the number of drafts to serve with, given the figures of a head by number of drafts; may be empty."""
-    known = {depth: cell for depth, cell in cells.items() if cell.pays is not None}
+def depth_sentence(cells: Iterable[Cell]) -> str:
+    """Return the number of drafts to serve with, given a head's cells at several numbers of drafts; may be empty."""
+    known = [cell for cell in cells if cell.pays is not None]
     if not known:
         return ""
-    best, depths = recommended(known.values()), ", ".join(map(str, known))
+    best, depths = recommended(known), ", ".join(str(cell.depth) for cell in known)
     if best is None:
         unsure = [
-            f"{depth_words(depth)} {format_estimate(cell.speedup, cell.speedup_ci95)}"
-            for depth, cell in known.items()
+            f"{depth_words(cell.depth)} {format_estimate(cell.speedup, cell.speedup_ci95)}"
+            for cell in known
             if cell.pays == "neither"
         ]
         if not unsure:
@@ -202,10 +202,9 @@ def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
             f"Undecided whether drafts pay: the interval of the speedup contains 1 for {'; '.join(unsure)}. Measure "
             "more prompts, on a machine without other work."
         )
-    depth = next(depth for depth, cell in known.items() if cell is best)
     return (
-        f"Serve with {depth_words(depth)} a round, the fastest of the depths measured here ({depths}) that are shown "
-        f"to pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding."
+        f"Serve with {depth_words(best.depth)} a round, the fastest of the depths measured here ({depths}) that are "
+        f"shown to pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding."
     )
 
 
@@ -328,28 +327,25 @@ def format_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def format_speedup(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
 def format_seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return nested settings as rows of (dotted name, text of the value), in order."""
     rows: list[tuple[str, str]] = []
     for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value, 1))
         if isinstance(value, Mapping):
-            rows += flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-            rows += flatten({str(number): item for number, item in enumerate(value, 1)}, f"{prefix}{key}.")
+            rows += flatten(value, f"{name}.")
         elif isinstance(value, list | tuple):
-            rows.append((f"{prefix}{key}", " ".join(str(item) for item in value) or "-"))
+            rows.append((name, " ".join(map(str, value)) or "-"))
         else:
-            rows.append((f"{prefix}{key}", "-" if value is None else str(value)))
+            rows.append((name, "-" if value is None else str(value)))
     return rows
 
 

@@ -21,6 +21,7 @@ from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Repor
 from mtp_train.report import wording
 from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
 from mtp_train.report.tables import (
+    PER_POSITION,
     TextTable,
     arms_table,
     axis_tables,
@@ -51,7 +52,7 @@ class Section:
     statements: tuple[str, ...] = ()
     """Sentences that are content of their own."""
     figures: Sequence[FigureFile] = ()
-    tables: Sequence[TextTable | None] = ()
+    table: TextTable | None = None
     samples: Sequence[SampleText] = ()
     rows: Sequence[tuple[str, str]] = ()
     """Names and values."""
@@ -62,7 +63,7 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.statements or self.figures or any(self.tables) or self.samples or self.rows)
+        return not (any(self.statements) or self.figures or self.table or self.samples or self.rows)
 
 
 def render_page(
@@ -71,10 +72,10 @@ def render_page(
     """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
     verdict = wording.headline(report)
     subject = report.title or next((arm.trunk for arm in wording.group_arms(report)[wording.ALIKE].values()), "")
-    setting = "" if report.headline is None else wording.setting_words(report.headline)
-    if setting:
-        cells = f"All {len(report.cells):,} cells are in acceptance.csv."
-        setting = f"Unless a table states another setting: {setting}. {cells}"
+    setting = ""
+    if report.headline is not None:
+        words, cells = wording.setting_words(report.headline), f"All {len(report.cells):,} cells are in acceptance.csv."
+        setting = f"Unless a table states another setting: {words}. {cells}"
     sections = [*_sections(report, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
@@ -107,39 +108,37 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
         "Other settings and single tasks are in comparisons.csv."
     )
-    held_out = wording.held_out_sentence(report.settings)
     return [
-        Section("Same trunk, same prompts", tables=(arms_table({"": groups[wording.ALIKE]}),)),
+        Section("Same trunk, same prompts", table=arms_table({"": groups[wording.ALIKE]})),
         Section(
             "Another trunk, shown apart",
             (wording.apart_sentence(groups, report.settings),),
-            tables=(arms_table({"": groups[wording.APART]}),),
+            table=arms_table({"": groups[wording.APART]}),
         ),
         Section("What to serve", statements=tuple(wording.serving_sentences(report)), rows=tuple(serving.items())),
         Section("Figures", figures=figures(*ARM_FIGURES)),
         Section("Training", figures=figures(*CURVES)),
-        Section("Differences", (real,), tables=(difference_table(report),)),
-        Section("By position in the draft", tables=(position_table(report),)),
-        Section("By task", tables=(axes["task"],)),
-        Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
-        Section("By depth", figures=figures("depth", "depth_speedup"), tables=(axes["drafts"],)),
-        Section("By context", figures=figures("context"), tables=(axes["context"],)),
+        Section("Differences", (real,), table=difference_table(report)),
+        Section("By position in the draft", table=position_table(report)),
+        Section("By task", table=axes["task"]),
+        Section("By temperature", (_RULE_NOTE,), table=axes["setting"]),
+        Section("By depth", figures=figures("depth", "depth_speedup"), table=axes["drafts"]),
+        Section("By context", figures=figures("context"), table=axes["context"]),
         Section("The served model", rows=wording.flatten(report.endpoint or {})),
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
         Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
-        Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
-        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), tables=(gate_table(gate),)),
+        Section("Is the text new to the head?", statements=(wording.held_out_sentence(report.settings),)),
+        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), table=gate_table(gate)),
         Section(
             "Recorded, not measured here",
             (wording.recorded_sentence(groups),),
-            tables=(arms_table({"": groups[wording.ELSEWHERE]}),),
+            table=arms_table({"": groups[wording.ELSEWHERE]}),
         ),
         Section("Settings", rows=wording.flatten(report.settings)),
     ]
 
 
 PAGE_FILE = "report.html"
-PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
 CELL_COLUMNS = tuple(dict.fromkeys((*FIRST_COLUMNS, *(field.name for field in fields(Cell)))))
 COMPARISON_COLUMNS = tuple(dict.fromkeys(("first", "second", "task", *(field.name for field in fields(ArmComparison)))))
@@ -157,14 +156,13 @@ def write_report(
     Everything is rendered before the first byte is written, each file is replaced as a whole, ``report.json`` last.
     """
     figures = render_figures(report, metrics)
-    files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
-    files |= {Path(f"{name}.csv"): text.encode() for name, text in csv_tables(report).items()}
-    encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
-    for path, content in files.items():
-        (out / path).parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(out / path, content)
+    files = {f"figures/{figure.stem}.png": figure.png for figure in figures}
+    files[PAGE_FILE] = render_page(report, figures, provenance, serving or {}).encode()
+    files |= {f"{name}.csv": text.encode() for name, text in csv_tables(report).items()}
+    files[REPORT_FILE] = (json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / name, content)
 
 
 def csv_tables(report: Report) -> dict[str, str]:
@@ -182,16 +180,13 @@ def csv_tables(report: Report) -> dict[str, str]:
 
 def csv_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
     """Return records as CSV of scalars: a figure per position has a column per position, an interval two."""
+    rows = [[_columns(name, record[name]) for name in names] for record in records]
     # By field: a record may lack the last positions of a figure.
-    columns = dict.fromkeys(
-        column for name in names for record in records for column, _ in _columns(name, record[name])
-    )
+    columns = dict.fromkeys(column for of_field in zip(*rows, strict=True) for pairs in of_field for column, _ in pairs)
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(columns or names), lineterminator="\n")
     writer.writeheader()
-    for record in records:
-        pairs = (pair for name in names for pair in _columns(name, record[name]))
-        writer.writerow({column: _plain_text(value) for column, value in pairs})
+    writer.writerows({column: _plain_text(value) for pairs in row for column, value in pairs} for row in rows)
     return buffer.getvalue()
 
 
@@ -203,8 +198,8 @@ def _plain_text(value: Any) -> Any:
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the columns of a field, and the scalar in each."""
     if name == "marginal_ci95":
-        bounds = [(k, interval or (None, None)) for k, interval in enumerate(value or (), start=1)]
-        return [pair for k, interval in bounds for pair in _columns(f"marginal_{k}_ci95", interval)]
+        intervals = enumerate(value or (), start=1)
+        return [pair for k, interval in intervals for pair in _columns(f"marginal_{k}_ci95", interval)]
     if name.endswith("_ci95"):
         low, high = value or (None, None)
         return [(f"{name}_low", low), (f"{name}_high", high)]
@@ -231,8 +226,13 @@ def report_numbers(report: Report) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for name, arm in report.arms.items():
         low, high = arm.speedup_ci95 or (None, None)
-        figures = {"tau": arm.tau, "acceptance_rate": arm.acceptance_rate, "speedup": arm.speedup}
-        figures |= {"speedup_low": low, "speedup_high": high}
+        figures = {
+            "tau": arm.tau,
+            "acceptance_rate": arm.acceptance_rate,
+            "speedup": arm.speedup,
+            "speedup_low": low,
+            "speedup_high": high,
+        }
         found |= {f"arms/{name}/{key}": value for key, value in figures.items()}
     if report.gate is not None:
         low, high = report.gate.delta_tau_ci95 or (None, None)

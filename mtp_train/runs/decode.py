@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
-from mtp_train.evaluation.run import run_study
+from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
+from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
@@ -122,9 +121,14 @@ def generate(
     sampling, depth = sampling or Sampling(), 0 if mtp == "off" else depth
     # Refuses numbers that are out of range before files are read.
     asked = Request(prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth)
-    named = {"checkpoint": checkpoint, "head": head, "adapter": adapter}
-    given: dict[str, Any] = {name: None if one is None else str(one) for name, one in named.items()}
-    given |= {"chat": chat, "chat_template_kwargs": dict(chat_template_kwargs or {}), "draft_sampling": draft_sampling}
+    given = {
+        "checkpoint": str(checkpoint),
+        "head": head and str(head),
+        "adapter": adapter and str(adapter),
+        "chat": chat,
+        "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        "draft_sampling": draft_sampling,
+    }
     texts = [prompts] if isinstance(prompts, str) else prompts
     return _decode(asked, texts, given, on_text, progress or quiet_progress())
 
@@ -168,14 +172,16 @@ def _decode(
             results[chunk.index] = chunk.result
     settings = {
         **given,
-        **{name: getattr(asked, name) for name in ("max_new_tokens", "depth", "mtp")},
+        "max_new_tokens": asked.max_new_tokens,
+        "depth": depth,
+        "mtp": asked.mtp,
         **asdict(asked.sampling),
         "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }
-    return GenerateResult(tuple(result for _, result in sorted(results.items())), settings)
+    return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
 
 
 @dataclass(frozen=True)
@@ -254,15 +260,16 @@ def evaluate(
     if endpoint is None:
         _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
     else:
-        server = Server(
-            url=endpoint,
-            checkpoint=subject.trunk,
-            model=served_model,
-            api_key_env=api_key_env,
-            concurrency=concurrency,
-            request_timeout_seconds=request_timeout_seconds,
-        )
-        servers.append(server)
+        servers = [
+            Server(
+                url=endpoint,
+                checkpoint=subject.trunk,
+                model=served_model,
+                api_key_env=api_key_env,
+                concurrency=concurrency,
+                request_timeout_seconds=request_timeout_seconds,
+            )
+        ]
     return _measure([] if served_only else [subject], [subject], grid, Path(out), progress, wandb, servers)
 
 
@@ -318,13 +325,17 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
             f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
             "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL."
         )
-    make = partial(
-        Server,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
-    )
-    servers = [make(name=name, url=url, checkpoint=tokenizer or "") for name, url in urls.items()]
+    servers = [
+        Server(
+            name=name,
+            url=url,
+            checkpoint=tokenizer or "",
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+            request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
+        )
+        for name, url in urls.items()
+    ]
     place = tokenizer or served_checkpoint(servers[0])
     return [replace(one, checkpoint=place) for one in servers]
 
@@ -349,10 +360,14 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, servers=servers)
+        study = Study(specs, grid, out, progress, servers=servers)
+        is_finished = study.store.is_finished
+        report = load_report(out / REPORT_FILE) if is_finished else study_report(study.measure(), grid, title)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
-        if not (out / REPORT_FILE).is_file():
+        if not is_finished:
+            # With servers alone, nothing has been stored so far.
+            study.store.claim()
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
         log_report(report, out, tracking)
@@ -369,8 +384,12 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
     """Return the grid's variables for the chat template, or where it has none those of the arms' recipes."""
     if grid.chat_template_kwargs is not None:
         return grid.chat_template_kwargs
-    recipes = {run.path: run.recipe for spec in specs for run in _runs_of(spec)}
-    given = {path: recipe.data.chat_template_kwargs for path, recipe in recipes.items() if recipe is not None}
+    given = {
+        run.path: recipe.data.chat_template_kwargs
+        for spec in specs
+        for run in _runs_of(spec)
+        if (recipe := run.recipe) is not None
+    }
     first: Mapping[str, Any] = next(iter(given.values()), {})
     if other := next((path for path, variables in given.items() if variables != first), None):
         raise DataError(
@@ -421,5 +440,6 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
 def _refuse_server_flags(**given: Any) -> None:
     for name, value in given.items():
         if value:
-            flag = name.replace("_", "-")
-            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
+            raise DataError(
+                f"--{name.replace('_', '-')}: given without --endpoint; expected a server. Add --endpoint URL."
+            )

@@ -135,7 +135,7 @@ def measure(
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
     """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
-    wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
+    wanted = {*recipe.evaluate.arms, recipe.gate_baseline}
     plans: dict[str, HeadPlan] = {}
     if GRAFT in wanted and inputs.donor is not None:
         plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
@@ -157,11 +157,13 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
     It decodes prompts of its own kind where there are any, else those of the run. Its speedup is relative to its own
     plain decoding.
     """
-    inputs, model = run.inputs, {"trunk": run.recipe.model.head_from, "adapter": None, "dtype": dtype}
+    inputs = run.inputs
     text = inputs.text._replace(held_out=inputs.home or inputs.text.held_out)
     vanilla = replace(
         run,
-        recipe=run.recipe.replaced({f"model.{name}": value for name, value in model.items()}),
+        recipe=run.recipe.replaced(
+            {"model.trunk": run.recipe.model.head_from, "model.adapter": None, "model.dtype": dtype}
+        ),
         inputs=replace(inputs, finetune=base, adapter=None, text=text),
     )
     loaded = RunTrunk(vanilla)
@@ -172,8 +174,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
 
 def without_gain(run_dir: Path) -> str | None:
     """Return that training gave no gain, with the figures that it was selected by; None if it did, or nothing chose."""
-    artifact = load_artifact(run_dir / HEAD)
-    selected = artifact.notes.get(SELECTED)
+    selected = load_artifact(run_dir / HEAD).notes.get(SELECTED)
     if selected is None or selected["step"]:
         return None
     return (

@@ -78,12 +78,18 @@ def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> t
     def on_progress(done: int, total: int) -> None:
         progress.update(task, completed=done, total=total)
 
+    answering = Answering(
+        max_new_tokens=settings.max_new_tokens,
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        eos_ids=inputs.eos_ids,
+        sampling=Sampling(**sampling_of(settings), seed=recipe.seed),
+    )
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, settings, trunk, store, on_progress)
+        answer_by_decoder(run, trunk, store, answering, rows, on_progress)
     else:
-        answer = partial(answer_by_server, run, settings, trunk.trunk, store, on_progress)
+        answer = partial(answer_by_server, run, settings, trunk.trunk, store, answering, on_progress)
         said = answer() if trunk.is_whole else with_followers(trunk.trunk, accelerator, answer)
         trunk.is_spent = not trunk.is_whole
         if said and accelerator.is_main_process:
@@ -121,37 +127,27 @@ def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
-def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
-    return Answering(
-        max_new_tokens=settings.max_new_tokens,
-        seq_len_tokens=run.recipe.data.seq_len_tokens,
-        eos_ids=run.inputs.eos_ids,
-        sampling=Sampling(**sampling_of(settings), seed=run.recipe.seed),
-    )
-
-
 def answer_by_decoder(
     run: Run,
-    settings: RegenerateSpec,
     trunk: RunTrunk,
     store: RegeneratedStore,
+    answering: Answering,
+    batch_size: int,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
-    inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
-    prompts = [prompt for prompt in inputs.text.prompts if prompt.id not in copied]
+    prompts = [prompt for prompt in run.inputs.text.prompts if prompt.id not in copied]
     if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
     trunk.prepare_answering()
-    batch_size = settings.batch_size or MAX_BATCH
-    decoder = SpeculativeDecoder(trunk.trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
+    decoder = SpeculativeDecoder(trunk.trunk, None, 0, answering.eos_ids, max_batch=batch_size)
     regenerate(
         prompts,
         store,
         lambda requests: [result.token_ids for result in decoder.generate(requests)],
-        answering_of(run, settings),
+        answering,
         batch_size=batch_size,
         on_batch=on_progress,
     )
@@ -202,6 +198,7 @@ def answer_by_server(
     settings: RegenerateSpec,
     trunk: Trunk,
     store: RegeneratedStore,
+    answering: Answering,
     on_progress: Callable[[int, int], None],
 ) -> str:
     """Generate the responses to this process's prompts on the recipe's server.
@@ -209,7 +206,7 @@ def answer_by_server(
     Returns a sentence about the result for the log; empty if no prompt was left.
     """
     inputs, rank, world = run.inputs, store.rank, store.world
-    missing = missing_prompts(inputs.text.prompts, store, run.recipe.data.seq_len_tokens)
+    missing = missing_prompts(inputs.text.prompts, store, answering.seq_len_tokens)
     if not missing:
         return ""
     endpoint = Endpoint(
@@ -222,7 +219,7 @@ def answer_by_server(
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        stored, refusals = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
+        stored, refusals = regenerate_served(missing, store, endpoint, answering, trunk, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "generated": stored, "refused": len(refusals)}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", facts)
     refused = f", {len(refusals)} refused ({refusals[-1]})" if refusals else ""

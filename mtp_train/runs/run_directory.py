@@ -164,8 +164,10 @@ class RunDirectory:
         inputs["data.responses"] = recipe.data.responses
         inputs |= {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
         for field, name in inputs.items():
-            location = None if name is None else Path(resolve(name)).resolve()
-            if location is not None and location.is_dir() and place.is_relative_to(location):
+            if name is None:
+                continue
+            location = Path(resolve(name)).resolve()
+            if location.is_dir() and place.is_relative_to(location):
                 raise self._refused(f"lies within {field} ({name})", "a directory outside of the inputs")
         entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         # Files of a refused run, and of a claim that was killed.
@@ -299,8 +301,7 @@ class RunDirectory:
         if recipe.train.precision != "auto":
             return recipe
         recorded = self.recipe
-        precision = automatic if recorded is None else recorded.train.precision
-        return recipe.replaced({"train.precision": precision})
+        return recipe.replaced({"train.precision": automatic if recorded is None else recorded.train.precision})
 
     def clear_leftovers(self) -> None:
         for pattern in _LEFTOVERS:
@@ -323,8 +324,7 @@ class RunDirectory:
         """
         if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
-            inputs = _inputs(recipe, places, anew=anew)
-            require_same(self.path, inputs, progress, finished=finished)
+            require_same(self.path, _inputs(recipe, places, anew=anew), progress, finished=finished)
 
 
 def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
@@ -415,11 +415,10 @@ def _data_files(label: str, path: str) -> InputFiles | None:
     location, files = Path(resolve(path)).expanduser(), local_files(resolve(path), label)
     if files is None:
         return None
-    if location.is_dir():
-        return InputFiles(location, {str(file.relative_to(location)): file for file in files})
-    if location.exists():
-        return InputFiles(location, {location.name: location})
-    return InputFiles(files[0].parent, {str(file): file for file in files})
+    if not location.exists():
+        return InputFiles(files[0].parent, {str(file): file for file in files})
+    base = location if location.is_dir() else location.parent
+    return InputFiles(location, {str(file.relative_to(base)): file for file in files})
 
 
 def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[str, Any]:

@@ -12,13 +12,14 @@ above that bound, refuted if the whole interval lies below it, and undecided oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, NATIVE, RETRAINED, VANILLA
+from mtp_train.acceptance.speed import Verdict, side
 from mtp_train.checkpoints.locations import HEAD
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -36,6 +37,7 @@ from mtp_train.runs.training import HIDDEN
 
 HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
+TONES: Mapping[Verdict, Tone] = {"above": "good", "below": "bad", "neither": "neutral"}
 BACK = "Back at the vanilla level by "
 WEAK = (
     " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, or for "
@@ -63,16 +65,15 @@ def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
-    arms = Study(
+    measured = Study(
         specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
-    )
-    measured = arms.measure()
+    ).measure()
     return report_of(recipe, study, grid, measured) if run.is_main else None
 
 
 def study_outcome(report: Report) -> Outcome:
     """Return the outcome of a study: what became of its claim."""
-    if report.lossless is not None and report.lossless.faults:
+    if report.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", DONE)
     claim = report.findings[0]
     return Outcome(0, "done", f"{verdict_title(claim)} {claim.evidence}", DONE)
@@ -82,8 +83,7 @@ def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measure
     """Compute the report of measured arms, and test the claim."""
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    sound = report.lossless is None or not report.lossless.faults
-    findings = find(report, study, settings) if sound else ()
+    findings = () if report.faults else find(report, study, settings)
     return replace(report, settings={**report.settings, "margin": study.margin}, findings=findings)
 
 
@@ -96,8 +96,7 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
     native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
     heads = [on_trunk(retrained(one), str(run_dir / HEADS / one / HEAD)) for one in study.objectives]
-    vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
-    return [on_trunk(GRAFT, base), *native, *heads, vanilla]
+    return [on_trunk(GRAFT, base), *native, *heads, ArmSpec(VANILLA, base, OWN, quantization=model.quantization)]
 
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
@@ -122,10 +121,7 @@ def retrained(objective: str) -> str:
 
 def tone_of(interval: Interval | None, limit: float) -> Tone:
     """Return the verdict on the claim that a difference lies above ``limit``, by its interval."""
-    if interval is None:
-        return "neutral"
-    low, high = interval
-    return "good" if low > limit else "bad" if high < limit else "neutral"
+    return TONES[side(interval, limit)]
 
 
 def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tuple[Finding, ...]:
@@ -150,14 +146,13 @@ def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
     """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
     tones = {one.tone for one in measures}
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
-    found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
-    told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
+    found = {
+        word: [one.statement.removeprefix(BACK).rstrip(".") for one in measures if one.tone == of]
+        for of, word in VERDICTS.items()
+    }
+    told = [f"{word} by {', '.join(some)}" for word, some in found.items() if some]
     weak = WEAK if is_low else ""
     return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}")
-
-
-def _measure(statement: str) -> str:
-    return statement.removeprefix(BACK).rstrip(".")
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
@@ -200,7 +195,7 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
-    return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and cell.setting == setting)
+    return report.by_place[arm, ALL_TASKS, setting]
 
 
 def comparison_of(report: Report, first: str, second: str, setting: Setting) -> ArmComparison:

@@ -102,8 +102,7 @@ def make_selection(
     sequences = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
-    lr_for = partial(record_lr, run) if chooses_lr else None
-    return Selection(every, spec.patience, kept, cache, lr_for)
+    return Selection(every, spec.patience, kept, cache, partial(record_lr, run) if chooses_lr else None)
 
 
 STATE, HIDDEN = "state", "hidden"
@@ -211,8 +210,9 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     if spec is None:
         return None
     is_sharded = shards_trunk(accelerator)
-    hidden_fn: HiddenFn
-    hidden_fn = HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
+    hidden_fn: HiddenFn = (
+        HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
+    )
     with trunk.computing_in(module.compute_dtype):
         state = one_state(hidden_fn, device)
         settings = (recipe.train.precision, recipe.model.quantization, trunk.dtype_name)
