@@ -23,17 +23,25 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
+from transformers.quantizers import AutoHfQuantizer
 
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
+from mtp_train.checkpoints.quantised import (
+    SCALE_SUFFIXES,
+    method_of,
+    packed_keys,
+    quant_method,
+    quant_settings,
+    require_whole_blocks,
+)
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
 from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
-from mtp_train.trunk.quantise import Quantization, packing
+from mtp_train.trunk.quantise import Quantization, avoid_cpu_kernel, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
     CACHE,
@@ -390,6 +398,7 @@ def _loading(
     on_layer: Callable[[nn.Module], object] | None,
 ) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
+    _require_quantizer(path, family, config)
     if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
         checkpoint = open_checkpoint(path)
         layout = layout_of(checkpoint, family)
@@ -406,6 +415,22 @@ def _loading(
                 f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
                 "original files."
             ) from error
+
+
+def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
+    """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
+    settings = quant_settings(config.to_dict())
+    if settings and AutoHfQuantizer.supports_quant_method(settings):
+        return
+    checkpoint = open_checkpoint(path)
+    layout = layout_of(checkpoint, family)
+    packed = [key for key in packed_keys(checkpoint.tensors) if not layout.is_head_key(key)]
+    if packed:
+        raise CheckpointError(
+            f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
+            f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
+            "checkpoint, or serve this one: mtp-train inspect prints the commands."
+        )
 
 
 def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
@@ -462,6 +487,7 @@ def load_trunk(
         )
     _require_all_loaded(path, info)
     _cast_beside_fp8(model, config, dtype)
+    avoid_cpu_kernel(model)
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)
