@@ -410,6 +410,13 @@ def _loading(
             stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
         try:
             yield
+        except ImportError as error:
+            if (method := quant_method(config.to_dict())) is None:
+                raise
+            raise CheckpointError(
+                f"{path}: transformers cannot load weights packed with {method} ({' '.join(str(error).split()):.300}); "
+                "expected its package. Install it, or use the unquantised checkpoint."
+            ) from error
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
@@ -436,9 +443,10 @@ def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> 
 def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
-    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
+    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers. compressed-tensors unpacks
+    weights to the dtype of their scales.
     """
-    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) != "fp8":
+    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) not in ("fp8", "compressed-tensors"):
         return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
@@ -486,6 +494,9 @@ def load_trunk(
             **given,
         )
     _require_all_loaded(path, info)
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors unpacks the weights in the first forward of the whole model, which we do not run.
+        model.hf_quantizer.compressor.decompress_model(model)
     _cast_beside_fp8(model, config, dtype)
     avoid_cpu_kernel(model)
     if adapter is not None:
