@@ -443,8 +443,8 @@ def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> 
 def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
-    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers. compressed-tensors unpacks
-    weights to the dtype of their scales.
+    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers. Weights of
+    compressed-tensors are unpacked to the dtype of their scales.
     """
     if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) not in ("fp8", "compressed-tensors"):
         return
