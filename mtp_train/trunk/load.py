@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
-from transformers.quantizers import AutoHfQuantizer
 
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
 from mtp_train.checkpoints.files import open_checkpoint
@@ -45,6 +44,7 @@ from mtp_train.trunk.quantise import Quantization, avoid_cpu_kernel, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
     CACHE,
+    AutoHfQuantizer,
     kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
