@@ -153,8 +153,12 @@ def undeclared_weights(checkpoint: Checkpoint) -> list[str]:
 
 
 def packed_keys(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the keys of packed weights and of tensors beside them, sorted, whether they are read here or not."""
-    return [key for key in sorted(tensors) if tensors[key].dtype in FP8_DTYPES or _shows_packing(key, tensors)]
+    """Return the keys of packed weights and of tensors beside them, sorted, whether they are read here or not.
+
+    Weights in FP8 without scales are left out: they are damaged whatever the config declares.
+    """
+    fp8 = (key for key in tensors if tensors[key].dtype in FP8_DTYPES and not lacks_scales(key, tensors))
+    return sorted({*fp8, *(key for key in tensors if _shows_packing(key, tensors))})
 
 
 def _shows_packing(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
