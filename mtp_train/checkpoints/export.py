@@ -41,7 +41,9 @@ from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
     leave_alone,
     leave_alone_in_modelopt,
+    packed_keys,
     plain_modules,
+    unlisted_layers,
     unmatched_by_sglang,
 )
 from mtp_train.checkpoints.writing import (
@@ -298,10 +300,15 @@ def patched_documents(
     documents: dict[str, Any] = {} if config == source.config else {CONFIG_FILE: config}
     if head is None:
         return documents
-    stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
-    if all(stays) and unmatched_by_sglang(source, layout) is None:
-        return documents
     groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
+    stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
+    if all(stays):
+        unlisted = unlisted_layers(source, layout)
+        if not unlisted and unmatched_by_sglang(source, layout) is None:
+            return documents
+        if any(map(layout.is_head_key, packed_keys(source.tensors))):
+            # The head's other layers are packed, and an entry for its prefix would cover them.
+            groups = dict.fromkeys(unlisted, ())
     quantised = leave_alone(config, groups, where=str(source.path))
     if quantised is not None:
         documents[CONFIG_FILE] = quantised

@@ -24,8 +24,10 @@ from mtp_train.checkpoints.quantised import (
     fp4_values,
     is_packed,
     is_scale,
+    packed_weight,
     plain_shape,
     read_plain_in_blocks,
+    require_declared,
 )
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
@@ -188,6 +190,7 @@ def require_same_trunk_shape(
     or only one may stack its experts. The embedding may have more or fewer rows (added tokens), unless the head has
     weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are on.
     """
+    require_declared(base)
     if finetune.family.name != base.family.name:
         raise CheckpointError(
             f"{base.path}: is {base.family.title}, but {finetune.path} is {finetune.family.title}; expected the base "
@@ -220,4 +223,6 @@ def require_same_trunk_shape(
 
 def trunk_modules(names: Iterable[str]) -> set[str]:
     """Return the modules that tensors belong to, whatever the storage format; experts count as one module."""
-    return {re.sub(r"\.experts\..*", ".experts.", name).rpartition(".")[0] for name in names}
+    keys = {*names}
+    weights = (packed_weight(key, keys) or key for key in keys if not is_scale(key, keys))
+    return {re.sub(r"\.experts\..*", ".experts.", weight).rpartition(".")[0] for weight in weights}

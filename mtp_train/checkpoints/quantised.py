@@ -10,16 +10,17 @@ another way is recognised, so that a new head can replace it.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint, TensorInfo
+from mtp_train.checkpoints.files import Checkpoint, TensorInfo, read_json
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
@@ -35,18 +36,30 @@ _FP4_DTYPE = "I8"
 _FP4_BLOCK = (1, 32)
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Groups = Mapping[str, Sequence[str]]
-# The tensors that methods store with, or instead of, a module's weight: AWQ and GPTQ; compressed-tensors; modelopt;
-# bitsandbytes.
+# The names that a module's packed weight has instead of "weight": of AWQ, GPTQ, auto-round and FP-Quant; of
+# compressed-tensors; of HQQ, AQLM, exl2, exl3 and quanto.
+_INSTEAD = ("qweight", "weight_packed", "compressed", "W_q", "codes", "q_weight", "trellis", "weight._data")
 _PACKED = re.compile(
     r"(?P<module>.+)\.(?:"
-    r"qweight|qzeros|scales|g_idx"
-    r"|weight_(?:packed|scale|shape|zero_point|g_idx|global_scale|scale_2)"
-    r"|(?:input|output)_(?:scale|global_scale|zero_point)|pre_quant_scale"
-    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)"
+    rf"{'|'.join(_INSTEAD)}"
+    # Beside it, whatever its name: AWQ, GPTQ and HIGGS; compressed-tensors and Quark; modelopt; FP8.
+    r"|qzeros|scales|g_idx|tables2?"
+    r"|weight_(?:scale|shape|zero_point|g_idx|global_scale)|(?:input|output)_(?:scale|global_scale|zero_point)"
+    r"|weight_scale_2|pre_quant_scale|[kqv]_scale"
+    r"|activation_scale|input_scale_ub"
+    # bitsandbytes in 8 and in 4 bits; EETQ; quanto; torchao.
+    r"|SCB|weight_format|weight\.(?:nested_)?(?:absmax|quant_map)|weight\.quant_state\..+"
+    r"|weight_scales|weight\._(?:scale|shift)|_weight_\w+"
     r")"
 )
-# The tensors of stacked experts, which have no ".weight": MXFP4's blocks and scales, and FP8's scales.
-_PACKED_STACK = re.compile(r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|scale_inv)")
+# The tensors of stacked experts, which have no ".weight": MXFP4's blocks and scales, the scales of FP8 and modelopt.
+_PACKED_STACK = re.compile(
+    r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|(?:weight_|input_|activation_)?scale(?:_inv|_2)?)"
+)
+# The scales of a KV cache, and AWQ's of an activation function, belong to no weight.
+_OF_NO_WEIGHT = re.compile(
+    r".+\.(?:(?:self_)?attn\.(?:[kqv]_(?:scale|zero_point|global_scale)|kv_scale)|act\w*\.scales)"
+)
 
 _UNPACKED = re.compile(r".+\.weight|.+\.experts\.\w+_proj")
 """The weight of a layer, or of stacked experts."""
@@ -60,6 +73,8 @@ class _Method:
     """The config fields for the names: the first one that is set, or else the first."""
     entries: Callable[[str, Sequence[str]], list[str]]
     """From the head's prefix (``mtp.``) and its modules to the entries that cover them."""
+    by_substring: bool = False
+    """Whether an entry covers every name that contains it, and not only whole parts of a name."""
 
 
 def _names(prefix: str, modules: Sequence[str]) -> list[str]:
@@ -80,13 +95,13 @@ _FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-_GLOB = _Method(("ignore", "exclude_modules"), lambda prefix, _: [prefix.rstrip(".") + "*"])
+_GLOB = _Method(("ignore", "exclude_modules"), lambda prefix, _: [prefix.rstrip(".") + "*"], by_substring=True)
 _METHODS: Mapping[str, _Method] = {
     "fp8": _BY_NAME,
     "fbgemm_fp8": _BY_NAME,
     "mxfp4": _BY_NAME,
     "mxfp8": _BY_NAME,
-    "awq": _Method(("modules_to_not_convert",), _names),
+    "awq": _Method(("modules_to_not_convert",), _names, by_substring=True),
     "gptq": _Method(("dynamic",), lambda prefix, _: [f"-:{_pattern(prefix)}"]),
     "bitsandbytes": _Method(("llm_int8_skip_modules",), _names),
     "compressed-tensors": _COMPRESSED,
@@ -99,16 +114,71 @@ _METHODS: Mapping[str, _Method] = {
 
 def quant_method(config: RawConfig) -> str | None:
     """Return the quantisation method of a raw config, None for plain weights."""
-    settings = _settings(config)
+    settings = quant_settings(config)
+    # bitsandbytes wrote no method at first.
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
     return str(settings.get("quant_method")) if settings else None
 
 
-def packed_weight(key: str) -> str | None:
-    """Return the key of the weight that a packed tensor replaces or belongs to, None for any other tensor."""
+def packed_weight(key: str, keys: Container[str]) -> str | None:
+    """Return the key of the weight that a packed tensor replaces or belongs to, None for any other tensor.
+
+    In a module whose weight has another name (``keys`` contain it), every tensor but the bias belongs to the weight.
+    """
     if match := _PACKED_STACK.fullmatch(key):
         return match["weight"]
-    match = _PACKED.fullmatch(key)
-    return None if match is None else f"{match['module']}.weight"
+    if _OF_NO_WEIGHT.fullmatch(key):
+        return None
+    if match := _PACKED.fullmatch(key):
+        return f"{match['module']}.weight"
+    module, _, name = key.rpartition(".")
+    is_beside = name not in ("weight", "bias") and any(f"{module}.{stored}" in keys for stored in _INSTEAD)
+    return f"{module}.weight" if is_beside else None
+
+
+def unread_weights(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """Return the keys of weights that are packed in a form that is not read here, and of the tensors beside them."""
+    parts = {key: weight for key in tensors if (weight := packed_weight(key, tensors)) is not None}
+    return {*parts, *parts.values()}
+
+
+def undeclared_weights(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys of packed weights, and of tensors beside them, of a checkpoint that declares no method."""
+    # vLLM reads older checkpoints of compressed-tensors, and modelopt's own file, too.
+    declared = quant_settings(checkpoint.config) or checkpoint.config.get("compression_config")
+    if declared or (checkpoint.path / MODELOPT_FILE).is_file():
+        return []
+    return packed_keys(checkpoint.tensors)
+
+
+def packed_keys(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the keys of packed weights and of tensors beside them, sorted, whether they are read here or not.
+
+    Weights in FP8 without scales are left out: they are damaged whatever the config declares.
+    """
+    fp8 = (key for key in tensors if tensors[key].dtype in FP8_DTYPES and not lacks_scales(key, tensors))
+    return sorted({*fp8, *(key for key in tensors if _shows_packing(key, tensors))})
+
+
+def _shows_packing(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a tensor is packed instead of a weight, or beside one that is no plain one.
+
+    Beside a weight in plain floats, names that begin with its own count: codes that were cast, and left their scales.
+    """
+    weight = packed_weight(key, tensors) or key.removesuffix("_scale_inv")
+    plain = weight in tensors and tensors[weight].dtype in PLAIN_DTYPES
+    return weight != key and (key.startswith(weight) or not plain)
+
+
+def require_declared(checkpoint: Checkpoint) -> None:
+    """Raise a CheckpointError for packed weights that loaders take for plain ones, as no method is declared."""
+    if found := undeclared_weights(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path}: {found[0]} is of a packed weight ({len(found)} such tensors), and config.json has no "
+            f"{QUANTISATION}; expected the method that packed it. Restore the config.json that was saved with these "
+            "weights: that of the unquantised model does not fit them."
+        )
 
 
 def method_of(checkpoint: Checkpoint) -> str:
@@ -118,7 +188,7 @@ def method_of(checkpoint: Checkpoint) -> str:
     return "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
 
 
-def _settings(config: RawConfig) -> dict[str, Any]:
+def quant_settings(config: RawConfig) -> dict[str, Any]:
     """Return the quantisation settings of a config, of its top level or of the text config; empty without any."""
     candidates = (config, config.get("text_config"))
     return next((part[QUANTISATION] for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), {})
@@ -140,7 +210,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
             "and quantise the export."
         )
     changed = copy.deepcopy(dict(config))
-    return changed if _extend(_settings(changed), method, groups) else None
+    return changed if _extend(quant_settings(changed), method, groups) else None
 
 
 def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
@@ -158,7 +228,7 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     # Under other prefixes SGLang finds the layers that it has fused.
     if quant_method(checkpoint.config) != "compressed-tensors" or "mtp." not in layout.family.keys.head_prefixes:
         return None
-    listed = list(_settings(checkpoint.config).get("ignore") or [])
+    listed = list(quant_settings(checkpoint.config).get("ignore") or [])
     patterns = [entry.removeprefix("re:") for entry in listed if entry.startswith("re:")]
     for module in listed:
         stem, _, name = module.rpartition(".")
@@ -170,9 +240,54 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     return None
 
 
+def unlisted_layers(checkpoint: Checkpoint, layout: HeadLayout) -> list[str]:
+    """Return the head's layers in plain floats that engines read as quantised, as no exception covers them.
+
+    Layers count that the trunk has packed ones of: engines build others, a projection or a router, without the method.
+    """
+    own = checkpoint.path / MODELOPT_FILE
+    settings = quant_settings(checkpoint.config) or (read_json(own).get("quantization") if own.is_file() else None)
+    method = _METHODS.get(quant_method(checkpoint.config) or "modelopt")
+    if not settings or method is None:
+        return []
+    tensors = checkpoint.tensors
+    of_trunk = (key for key in packed_keys(tensors) if not layout.is_head_key(key))
+    packed = {_kind(packed_weight(key, tensors) or key) for key in of_trunk}
+    layers = (layer for group in plain_modules(tensors, layout).values() for layer in group)
+    return [layer for layer in layers if _kind(layer) in packed and not _is_listed(layer, settings, method)]
+
+
+def _kind(name: str) -> str:
+    """Return what layers of all blocks have in common: the last parts of their name, or that they are experts."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+    return "experts" if "experts" in parts else ".".join(parts[-2:])
+
+
+def _is_listed(layer: str, settings: Mapping[str, Any], method: _Method) -> bool:
+    """Return whether an exception covers a layer or the module it is fused in, or the method is for others alone."""
+    stem, _, last = layer.rpartition(".")
+    names = [layer, *(f"{stem}.{name}" for pair in _FUSED.items() if last in pair for name in pair)]
+    groups = (settings.get("config_groups") or {}).values()
+    only = [*(settings.get("quantized_layers") or ()), *(one for group in groups for one in group.get("targets", ()))]
+    # Of compressed-tensors' targets, the name of a class, such as Linear, is for all layers.
+    if only and not any(one.istitle() or _covers(one, names, method) for one in only):
+        return True
+    return any(_covers(entry, names, method) for field in method.fields for entry in settings.get(field) or ())
+
+
+def _covers(entry: str, names: Iterable[str], method: _Method) -> bool:
+    prefix, _, pattern = entry.partition(":")
+    if prefix not in ("re", "-"):
+        pattern = fnmatch.translate(entry) if "*" in entry else rf"(.*\.)?{re.escape(entry)}(\..*)?$"
+        if method.by_substring and "*" not in entry:
+            pattern = f".*{re.escape(entry)}"
+    return any(re.match(pattern, name) for name in names)
+
+
 def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
     """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
-    keys = [key for key, info in tensors.items() if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES]
+    matrices = [key for key, info in tensors.items() if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES]
+    keys = [key for key in matrices if not is_scale(key, tensors) and packed_weight(key, tensors) is None]
     groups: dict[str, list[str]] = {}
     for template in layout.family.keys.head_prefixes:
         for module in range(len(keys)):
@@ -189,7 +304,10 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
     """Add the entries that a list of exceptions lacks; return whether there were any."""
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
     listed = list(settings.get(field) or [])
-    entries = (entry for prefix, modules in groups.items() for entry in method.entries(prefix, modules))
+    entries = [entry for prefix, modules in groups.items() for entry in method.entries(prefix, modules)]
+    if entries and method.entries is _names and settings.get(field) is None:
+        # Without a list transformers leaves the output matrix alone, with one only what it names.
+        entries.append("lm_head")
     added = [entry for entry in entries if entry not in listed]
     if not added:
         return False
@@ -199,16 +317,16 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
     return True
 
 
-def scale_of(key: str, tensors: Iterable[str]) -> str | None:
+def scale_of(key: str, tensors: Container[str]) -> str | None:
     """Return the key of the block scales of a weight, None for a weight without scales."""
     module = key.removesuffix("weight")
     scales = (module + suffix for suffix in SCALE_SUFFIXES if key.endswith(".weight"))
     return next((scale for scale in scales if scale in tensors), None)
 
 
-def is_scale(key: str, tensors: Iterable[str]) -> bool:
-    """Return whether a key contains the block scales of a weight in the checkpoint."""
-    return any(
+def is_scale(key: str, tensors: Container[str]) -> bool:
+    """Return whether a key contains the block scales of a weight in the checkpoint, or scales that are of no weight."""
+    return _OF_NO_WEIGHT.fullmatch(key) is not None or any(
         key.endswith(f".{suffix}") and key.removesuffix(suffix) + "weight" in tensors for suffix in SCALE_SUFFIXES
     )
 
@@ -276,7 +394,7 @@ def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
 
 
 def _declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
-    rows, columns = _settings(checkpoint.config).get("weight_block_size") or (128, 128)
+    rows, columns = quant_settings(checkpoint.config).get("weight_block_size") or (128, 128)
     return rows, columns
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtp_train.checkpoints.files import Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import native_head_of, plain_tensor, stored_tensor, trunk_tensors
-from mtp_train.checkpoints.quantised import is_scale
+from mtp_train.checkpoints.quantised import is_scale, unread_weights
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
@@ -49,14 +49,19 @@ def common_tensors(
 ) -> dict[str, tuple[str, str]]:
     """Return the trunk tensors that both checkpoints have: name, sorted, to the key in each checkpoint.
 
-    These are all tensors, unless the two checkpoints are quantised differently. Scales are left out: they are part of
-    the weights that they belong to.
+    These are all tensors, unless the two checkpoints are quantised differently. Scales are left out, as part of the
+    weights that they belong to, and so are weights that are packed in a form that is not read here.
     """
     ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, base_layout)
     if layout.lm_head_key in checkpoint.tensors and base_layout.lm_head_key in base.tensors:
         name = layout.family.keys.lm_head
         ours[name], theirs[name] = layout.lm_head_key, base_layout.lm_head_key
-    names = sorted(name for name in ours.keys() & theirs.keys() if not is_scale(ours[name], checkpoint.tensors))
+    unread, unread_in_base = unread_weights(checkpoint.tensors), unread_weights(base.tensors)
+    names = sorted(
+        name
+        for name in ours.keys() & theirs.keys()
+        if not (is_scale(ours[name], checkpoint.tensors) or ours[name] in unread or theirs[name] in unread_in_base)
+    )
     return {name: (ours[name], theirs[name]) for name in names}
 
 

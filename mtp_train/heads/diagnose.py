@@ -246,7 +246,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     with named_rejections(checkpoint.path):
         head = empty_head(checkpoint.family, text_config_of(checkpoint), max(1, declared, len(present)))
     needed = layout.native_shapes(head)
-    packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
+    packed = {key: weight for key in mapped if (weight := packed_weight(key, checkpoint.tensors)) in needed}
     weights = set(packed.values())
     shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
     beside = {} if found else unnamed_weights(checkpoint)

@@ -20,7 +20,7 @@ from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
-from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.checkpoints.quantised import quant_method, require_declared
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.families import family_for, kinds_served, of_kind
@@ -433,6 +433,7 @@ def _checked(
     raise_together(refusals(recipe, model, world_size))
     checkpoint = _checkpoint(recipe)
     if checkpoint is not None:
+        require_declared(checkpoint)
         # The run refuses a head that does not fit; with the trunk's config alone, this is a plan for another machine.
         plan_head(recipe, checkpoint, open_head_source(recipe.model.head_from) if recipe.model.head_from else None)
     shapes = Shapes(recipe, model, checkpoint)

@@ -26,7 +26,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cach
 
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
+from mtp_train.checkpoints.quantised import (
+    SCALE_SUFFIXES,
+    method_of,
+    packed_keys,
+    quant_method,
+    quant_settings,
+    require_whole_blocks,
+)
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.families.spec import has_layer_types
@@ -34,10 +41,11 @@ from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
 from mtp_train.heads.module import OutputRows
 from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
-from mtp_train.trunk.quantise import Quantization, packing
+from mtp_train.trunk.quantise import Quantization, avoid_cpu_kernel, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
     CACHE,
+    AutoHfQuantizer,
     kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
@@ -395,6 +403,7 @@ def _loading(
     on_layer: Callable[[nn.Module], object] | None,
 ) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
+    _require_quantizer(path, family, config)
     if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
         checkpoint = open_checkpoint(path)
         layout = layout_of(checkpoint, family)
@@ -406,6 +415,13 @@ def _loading(
             stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
         try:
             yield
+        except ImportError as error:
+            if (method := quant_method(config.to_dict())) is None:
+                raise
+            raise CheckpointError(
+                f"{path}: transformers cannot load weights packed with {method} ({' '.join(str(error).split()):.300}); "
+                "expected its package. Install it, or use the unquantised checkpoint."
+            ) from error
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
@@ -413,12 +429,29 @@ def _loading(
             ) from error
 
 
+def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
+    """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
+    settings = quant_settings(config.to_dict())
+    if settings and AutoHfQuantizer.supports_quant_method(settings):
+        return
+    checkpoint = open_checkpoint(path)
+    layout = layout_of(checkpoint, family)
+    packed = [key for key in packed_keys(checkpoint.tensors) if not layout.is_head_key(key)]
+    if packed:
+        raise CheckpointError(
+            f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
+            f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
+            "checkpoint, or serve this one: mtp-train inspect prints the commands."
+        )
+
+
 def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
-    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers.
+    Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers. Weights of
+    compressed-tensors are unpacked to the dtype of their scales.
     """
-    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) != "fp8":
+    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) not in ("fp8", "compressed-tensors"):
         return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
@@ -466,7 +499,11 @@ def load_trunk(
             **given,
         )
     _require_all_loaded(path, info)
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors unpacks the weights in the first forward of the whole model, which we do not run.
+        model.hf_quantizer.compressor.decompress_model(model)
     _cast_beside_fp8(model, config, dtype)
+    avoid_cpu_kernel(model)
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)

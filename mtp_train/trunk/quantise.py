@@ -102,6 +102,14 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
     )
 
 
+def avoid_cpu_kernel(model: nn.Module) -> None:
+    """Choose bitsandbytes' general kernel for the layers, stored in 4 bits, whose sizes its CPU kernel fails for."""
+    layers: list[Any] = [part for part in model.modules() if getattr(part, "support_avx512bf16_for_cpu", False)]
+    for part in layers:
+        if part.out_features % _ROWS or part.in_features % part.weight.quant_state.blocksize:
+            part.support_avx512bf16_for_cpu = False
+
+
 def _is_no_cast(record: logging.LogRecord) -> bool:
     """Filter bitsandbytes' warning of each 8-bit product whose input is not in fp16, thousands in a short text."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")

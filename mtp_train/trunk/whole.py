@@ -104,6 +104,7 @@ def require_whole_trunk(
     """
     if not adapter_beside:
         refuse_embedded_adapter(checkpoint.path)
+    quantised.require_declared(checkpoint)
     found = diagnose_trunk(checkpoint, family, trust_remote_code=trust_remote_code)
     problems = found.problems
     if found.untied is not None:
@@ -129,6 +130,10 @@ def diagnose_trunk(
     family = family or checkpoint.family
     layout = layout_of(checkpoint, family)
     tensors = {key: info for key, info in checkpoint.tensors.items() if not layout.is_head_key(key)}
+    if undeclared := quantised.undeclared_weights(checkpoint):
+        return TrunkDiagnosis(
+            dtype_errors=tuple(f"{key}: of a packed weight, and config.json declares no method" for key in undeclared)
+        )
     dtype_errors = tuple(
         f"{key}: found {tensors[key].dtype} without scales, expected scales beside it"
         for key in sorted(tensors)
@@ -195,7 +200,7 @@ def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_
 
 def _plain_weights(tensors: Mapping[str, TensorInfo]) -> list[str] | None:
     """Return the keys without the scales of FP8 and FP4 weights; None for a trunk with weights in another format."""
-    parts = {key: quantised.packed_weight(key) for key in tensors}
+    parts = {key: quantised.packed_weight(key, tensors) for key in tensors}
     if any(
         weight is not None and (weight not in tensors or tensors[weight].dtype not in quantised.FP8_DTYPES)
         for weight in parts.values()

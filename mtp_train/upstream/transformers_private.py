@@ -40,6 +40,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 
 # An attention function of our own has to be registered with a mask function, and no other one is public.
 from transformers.masking_utils import sdpa_mask as sdpa_mask
+
+# from_pretrained skips a stored quantisation that it lacks, with a warning, and reads packed weights as plain ones.
+from transformers.quantizers import AutoHfQuantizer as AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"

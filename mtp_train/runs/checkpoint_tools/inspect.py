@@ -18,7 +18,7 @@ from mtp_train.checkpoints.gguf.model_file import DRAFT_ARCH, GgufModel, open_gg
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unmatched_by_sglang
+from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unlisted_layers, unmatched_by_sglang
 from mtp_train.checkpoints.values import (
     HeadDifference,
     common_tensors,
@@ -397,8 +397,12 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     elif checkpoint.unlisted_keys:
         unlisted = first_of(checkpoint.unlisted_keys)
         found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
+    layers = unlisted_layers(checkpoint, layout_of(checkpoint))
     unmatched = unmatched_by_sglang(checkpoint, layout_of(checkpoint))
-    if unmatched is not None:
+    if layers:
+        reason = f"no: reads {first_of(layers)} of the head as quantised: {QUANTISATION} lists no exception for it"
+        found |= dict.fromkeys(("vllm", "sglang"), reason)
+    elif unmatched is not None:
         found["sglang"] = (
             f"no: reads {unmatched} of the head as quantised, and drafts nothing: {QUANTISATION}.ignore names its parts"
         )
