@@ -142,7 +142,7 @@ def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd:
     assert found["status"] == "declared_but_missing"
     assert found["trunk_missing_keys"] == [LAYER]
     # A head does not cure it.
-    assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}"
+    assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}-original --force-download"
     graft = ["graft", base, "--from", base, "--out", f"{base}-mtp"]
     assert "head" in refusal(graft, capfd)
 
