@@ -259,6 +259,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
         tmp_path, tmp_path / "run", data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
     )
     mapped["model"]["trunk"] = str(base)
+    mapped["gate"] = {"enabled": False}
     facts = resolve.text_facts(recipe_of(mapped))
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(

@@ -497,7 +497,7 @@ def _inspect_drafter(
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else suggestions.download_command(checkpoint.path, "DRAFTER"),
-        runs_here=f"mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
+        runs_here=f"mtp-train generate TRUNK --head {path} --prompt Hello" if refusal is None else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
 
