@@ -86,7 +86,7 @@ def download_command(path: Path, name: str) -> str:
 
 def train_command(checkpoint: str) -> str:
     """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head."""
-    recipe = shlex.quote(f"{checkpoint_name(Path(checkpoint))}.yaml")
+    recipe = shlex.quote(Path(output_of(checkpoint, ".yaml")).name)
     return f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)} && accelerate launch -m mtp_train {recipe}"
 
 

@@ -105,12 +105,11 @@ def write_recipe(
         notes.append(_MAY_BE_LOST)
     if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
         notes.append(_BUILTIN_NOTE)
-    planned = [] if device is None else ["--device", device]
     return WriteResult(
         out=out,
         content=f"it trains {_TRAINS[start]}",
         notes=tuple(notes),
-        cure=shlex.join(["mtp-train", "check", str(out), *planned]),
+        cure=shlex.join(["mtp-train", "check", str(out), *(["--device", device] if device else ())]),
     )
 
 

@@ -351,6 +351,8 @@ def test_what_needs_less_memory_is_a_recipe(inputs: Path) -> None:
             words = [f"model.offload={word}" if word == "cpu" else word for word in change]
             load_recipe(recipe, words)
         recipe = load_recipe(recipe, changes_of(hint))
+    assert (recipe.train.micro_batch_sequences, recipe.train.gradient_checkpointing) == (1, True)
+    assert recipe.model.dtype == "bfloat16"
 
 
 @pastes("  or with head.kind={}{}", " head.init=random")
@@ -463,10 +465,10 @@ def test_a_proposal_that_is_not_run_is_well_formed(proposal: str, inputs: Path) 
     """A command in the grammar of the command line, a change in that of a recipe."""
     for command in re.findall(r"mtp-train ([a-z]+ [^,.']*)", proposal):
         words = command.replace("{}", "x --endpoint y --out z" if command.startswith("evaluate {}") else "x").split()
-        parse(build_parser(), words)
+        assert parse(build_parser(), words).command == words[0]
     values = {"head.convention={}": "head.convention=auto"}
     for change in changes_of(f"; expected x. {proposal}"):
-        load_recipe(tiny_recipe(inputs, Path("run")), [values.get(change, change)])
+        assert load_recipe(tiny_recipe(inputs, Path("run")), [values.get(change, change)]).run_dir == "run"
 
 
 def test_no_proposal_is_forgotten() -> None:
