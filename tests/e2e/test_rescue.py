@@ -116,7 +116,7 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(varied: Path, monkeypat
 
 
 def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(inputs: Path, monkeypatch: Monkey) -> None:
-    class Reached(Exception):  # noqa: N818
+    class Reached(Exception):
         pass
 
     def compare(recipe: Any, *others: object) -> None:
