@@ -22,10 +22,10 @@ from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
-from mtp_train.errors import DataError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
@@ -51,6 +51,12 @@ def _trunk_family(assistant: Assistant, drafter: Checkpoint, trunk: Checkpoint) 
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
     if head == OWN:
+        found = diagnose_head(checkpoint)
+        if not found.complete:
+            raise CheckpointError(
+                f"{checkpoint.path}: {found.describe()}; expected a head to draft with. Name one, --head BASE, or "
+                "--head ngram, which needs none; generate decodes without drafts by --mtp off."
+            )
         return graft_plan(checkpoint, checkpoint, "auto")
     if is_head_directory(Path(head)):
         artifact = load_artifact(Path(head))

@@ -40,6 +40,7 @@ from mtp_train.checkpoints.files import (
 from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
@@ -194,8 +195,8 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
-    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
+    out = shlex.quote(output_of(checkpoint, "-merged"))
+    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {out}"
 
 
 def read_adapter(path: Path) -> Adapter:

@@ -12,6 +12,7 @@ from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.suggestions import probe_command, retrain_command
 from mtp_train.errors import CheckpointError
 
 RECIPE_FILE = "recipe.yaml"
@@ -50,8 +51,9 @@ def refuse_adapter(path: Path, location: str) -> None:
     base = config.get("base_model_name_or_path") or "BASE"
     raise CheckpointError(
         f"{location}: a peft adapter ({config.get('peft_type')}) of {base}, without a model; expected a checkpoint. "
-        f"Run '{merge_command(str(base), location)}', or train on it unmerged with model.trunk={base} "
-        f"model.adapter={location}."
+        f"Run '{retrain_command(location, str(base))}' for a head that drafts for it, "
+        f"'{probe_command(location, str(base))}' to see first whether that helps, or "
+        f"'{merge_command(str(base), location)}'; in a recipe write model.trunk={base} model.adapter={location}."
     )
 
 

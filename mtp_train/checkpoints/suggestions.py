@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.files import CONFIG_FILE
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def graft_command(finetune: str, base: str) -> str:
@@ -17,7 +20,7 @@ def graft_command(finetune: str, base: str) -> str:
 
 
 def grafted_name(finetune: str) -> str:
-    return f"{last_name(finetune)}-mtp"
+    return output_of(finetune, "-mtp")
 
 
 def evaluate_command(checkpoint: str, out: str) -> str:
@@ -26,7 +29,7 @@ def evaluate_command(checkpoint: str, out: str) -> str:
 
 
 def export_command(checkpoint: str) -> str:
-    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
+    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(output_of(checkpoint, '-mtp'))}"
 
 
 def draft_model_flag(path: str, depth: int) -> str:
@@ -35,10 +38,11 @@ def draft_model_flag(path: str, depth: int) -> str:
     return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
 
 
-def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
+def retrain_command(finetune: str, base: str, data: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
     """Return the command that retrains a head; without data, on the built-in prompts."""
     sources = f" --data {shlex.join(data)}" if data else ""
-    out = shlex.quote(f"{last_name(finetune)}-rescued")
+    sources += f" --set {shlex.join(overrides)}" if overrides else ""
+    out = shlex.quote(output_of(finetune, "-rescued"))
     return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
 
 
@@ -57,14 +61,38 @@ def inspect_command(checkpoint: str, base: str | None = None) -> str:
     return f"mtp-train inspect {shlex.quote(checkpoint)}{'' if base is None else f' --base {shlex.quote(base)}'}"
 
 
-def last_name(location: str) -> str:
-    """Return a checkpoint's path or name as the start of the name of an output beside it."""
-    return location.rstrip("/").rsplit(":", 1)[-1]
+def output_of(location: str, ending: str) -> str:
+    """Return the path of an output: beside a checkpoint, or here for one of the hub, of the package or of a cache."""
+    path = Path(location.rpartition(":")[2])
+    path = path if path.name.strip(".") else path.resolve()
+    parts = Path(os.path.abspath(path)).parts
+    is_cached = path.parent.name == "snapshots" or any(part.startswith(".") for part in parts)
+    beside = path.parent.is_dir() and not is_cached and not path.is_relative_to(PACKAGE)
+    return f"{path if beside else checkpoint_name(path)}{ending}"
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint's directory; in the hub's cache, with its hashes, the model's name."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rsplit("--", 1)[-1]
+    return path.name
+
+
+def download_command(path: Path, name: str) -> str:
+    """Return the command that downloads a checkpoint again, beside it; ``name`` stands for its id where none is known.
+
+    What the hub's cache has of it is left alone.
+    """
+    model = path.resolve().parent.parent.name
+    name = "/".join(model.split("--")[1:]) if model.startswith("models--") else name
+    out = shlex.quote(output_of(str(path), "-original"))
+    return f"hf download {shlex.quote(name)} --local-dir {out} --force-download"
 
 
 def train_command(checkpoint: str) -> str:
     """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head."""
-    recipe = shlex.quote(f"{checkpoint.rstrip('/').rsplit('/', 1)[-1]}.yaml")
+    recipe = shlex.quote(Path(output_of(checkpoint, ".yaml")).name)
     return f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)} && accelerate launch -m mtp_train {recipe}"
 
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from mtp_train.errors import printable
 from mtp_train.train.stopping import Stopped, stopped_by_signals
 from mtp_train.trunk.progress import is_main_process, progress_on
 
+_CHANGE = re.compile(r"[a-z]+\.[a-z_0-9.]+=")
 CLOSED_PIPE = 141
 """Exit code where nobody reads stdout any more, as of a program that SIGPIPE ends."""
 
@@ -88,6 +90,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
     if hasattr(args, "overrides"):
+        # Hints name changes to add to a command, which may end in --data.
+        unknown += [word for word in getattr(args, "data", ()) if _CHANGE.match(word)]
+        if hasattr(args, "data"):
+            args.data = [path for path in args.data if path not in unknown]
         # argparse takes a list of words in one place only; changes to a recipe may follow options.
         changes = [word for word in unknown if word[0] != "-" and "=" in word]
         args.overrides = [*args.overrides, *changes]
@@ -230,7 +236,6 @@ def _add_runs(commands: Any) -> None:
     _add_pair(rescue)
     rescue.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
     _add_data(rescue)
-    rescue.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
 
 
 def _add_pair(command: argparse.ArgumentParser) -> None:
@@ -248,6 +253,7 @@ def _add_device(command: argparse.ArgumentParser) -> None:
 def _add_data(command: argparse.ArgumentParser) -> None:
     prompts = "prompts like those that the model will serve (default: built-in ones)"
     command.add_argument("--data", nargs="+", default=[], metavar="PATH", help=prompts)
+    command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
 
 
 def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argparse.ArgumentParser:

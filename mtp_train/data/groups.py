@@ -13,7 +13,7 @@ Shapes: N texts, H hashes, P pairs, B bands, S shingles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -163,6 +163,7 @@ def split_by_group(records: Sequence[Record], holdout: float, seed: int) -> tupl
     """Split records into records to train on and held-out records. Groups are held out as a whole.
 
     Args:
+        records: Of two groups or more.
         holdout: Expected share of the groups that is held out, between 0 and 1.
 
     Raises:
@@ -171,11 +172,16 @@ def split_by_group(records: Sequence[Record], holdout: float, seed: int) -> tupl
     train = [one for one in records if not is_held_out(one.group, holdout, seed)]
     held_out = [one for one in records if is_held_out(one.group, holdout, seed)]
     if not train or not held_out:
-        num_groups = len({one.group for one in records})
+        groups = {one.group for one in records}
         side = "train" if not train else "held-out"
         raise DataError(
-            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {num_groups} group(s)); "
-            "expected records on both sides. Add data, or change data.holdout or data.group_field. One group are the "
-            "paragraphs of a .txt file, and chats with the same first user turn."
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {len(groups)} group(s)); "
+            f"expected records on both sides. Add data.holdout={holdout_of(groups, len(groups) // 2, seed)}."
         )
     return train, held_out
+
+
+def holdout_of(groups: Collection[str], count: int, seed: int) -> float:
+    """Return the share that holds out ``count`` of more groups."""
+    shares = sorted(stable_share(group, seed) for group in groups)
+    return round((shares[count - 1] + shares[count]) / 2, 6)

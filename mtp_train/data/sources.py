@@ -8,8 +8,11 @@ returns checked records, :func:`load_rows` plain rows.
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import lzma
+import re
+import shlex
 import tarfile
 import zipfile
 import zlib
@@ -69,6 +72,13 @@ CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 """Columns beside those of a format, which belong to its chat."""
 COLUMNS = (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS)
 OTHER_NAMES = {"messages": "conversations", "response": "completion"}
+QUESTION_AND_ANSWER = {
+    "instruction": re.compile(
+        r"question|query|problem|prompt|instruction|input|request|user|human|\bq\b", re.IGNORECASE
+    ),
+    "output": re.compile(r"answer|response|reply|solution|output|completion|assistant|\ba\b", re.IGNORECASE),
+}
+"""Parts of usual names for columns that are the turns of a chat."""
 KNOWN_COLUMNS = (
     "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
 )
@@ -113,6 +123,11 @@ def load_records(
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
     chosen = _format_of(names, columns, name)
+    if not chosen:
+        raise DataError(
+            f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. "
+            f"{_naming(next(iter(rows))[0], name.partition(' ')[0])}"
+        )
     if group_field is not None and group_field not in names:
         raise DataError(
             f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
@@ -448,10 +463,10 @@ def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Cont
 
 
 def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the columns of a source's one format.
+    """Return the columns of a source's one format; none if they fit no format.
 
     Raises:
-        DataError: A given column does not exist, or the columns fit no format or several.
+        DataError: A given column does not exist, or the columns fit several formats.
     """
     for ours, theirs in given.items():
         if ours not in COLUMNS:
@@ -473,12 +488,15 @@ def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dic
         raise DataError(
             f"{name}: columns of several formats ({', '.join(found)}); expected one. Name those to read in columns."
         )
-    if not found:
-        raise DataError(
-            f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. Name them in the source's "
-            "`columns`, as {prompt: question, response: answer}."
-        )
-    return columns_of(found[0], known)
+    return columns_of(found[0], known) if found else {}
+
+
+def _naming(row: Row, field: str) -> str:
+    """Return the hint for a source in other columns: names that make a chat of them, as served prompts are one."""
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    turns = {ours: name for ours, part in QUESTION_AND_ANSWER.items() for name in [*filter(part.search, texts)][:1]}
+    columns = json.dumps(turns or {"instruction": "COLUMN"}, ensure_ascii=False)
+    return f"Add {shlex.quote(f'{field}.columns={columns}')}, and the chat template writes them."
 
 
 def _parse_group(value: object, group_field: str, where: str) -> str:

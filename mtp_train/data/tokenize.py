@@ -88,7 +88,7 @@ def tokenize_records(
     if bare:
         raise DataError(
             f"{bare[0]}: a prompt without a response, as are {len(bare)} of {len(records)} records; expected responses "
-            "to train on. Let the trunk answer them (data.regenerate={}), or name their column in columns."
+            "to train on. Add 'data.regenerate={}', and the trunk answers them, or name their column in columns."
         )
     documents: list[Document] = []
     truncated = dropped = 0
@@ -184,9 +184,14 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
     return [prompt for prompt in prompts if prompt.prompt_ids]
 
 
+MARKER = "Text0f0a0turn"
+"""The text of a turn whose place in a chat template's output is looked for: no template changes letters and digits."""
+
+
 def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a sentence for each column and variable of the records that their text is without."""
+    """Return a sentence for all that the records' text is without: the template itself, columns, variables, turns."""
     known = template_variables(tokenizer)
+    raw = sum(not isinstance(record.content, Chat) for record in records) if tokenizer.chat_template else 0
     writes_calls = "tool_calls" in str(tokenizer.chat_template)
     unread, ignored = Counter[str](), Counter[str]()
     for record in records:
@@ -200,12 +205,44 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
     kinds = (
         (unread, "is not put into their text; a chat template gets what chat_template_kwargs has"),
         (ignored, "the chat template does not read"),
+        (_unwritten_turns(records, tokenizer), "the chat template leaves out"),
     )
-    return [
+    notes = [f"{raw} of {len(records)} records are raw text, without the chat template"] if raw else []
+    return notes + [
         f"{count} of {len(records)} records have {name}, which {what}"
         for names, what in kinds
         for name, count in sorted(names.items())
     ]
+
+
+def _unwritten_turns(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
+    """Count the records with a turn that the chat template leaves out, by role and whether the chat begins with it.
+
+    One turn of each sort is rendered, in its chat, with a marker for its text.
+    """
+    found, samples = Counter[str](), dict[str, tuple[Chat, int, str]]()
+    for record in records:
+        chat = record.content
+        if not isinstance(chat, Chat):
+            continue
+        # Some templates write either the calls or the text of a turn.
+        turns = {
+            f"a {'later' if index else 'first'} {one['role']} turn": (chat, index, record.where)
+            for index, one in enumerate(chat.messages)
+            if one["content"] and "tool_calls" not in one
+        }
+        found.update(turns.keys())
+        samples = turns | samples
+    return Counter({turn: found[turn] for turn, sample in samples.items() if not _writes(tokenizer, *sample)})
+
+
+def _writes(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, where: str) -> bool:
+    marked = (*chat.messages[:index], {**chat.messages[index], "content": MARKER}, *chat.messages[index + 1 :])
+    try:
+        return MARKER in render_chat(tokenizer, marked, where, chat.variables, add_generation_prompt=False)
+    except DataError:
+        # Reported where the record itself is rendered.
+        return True
 
 
 Asked = TypeVar("Asked", Record, Prompt)
@@ -277,7 +314,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -
     if not tokenizer.is_fast:
         raise DataError(
             f"{where}: the tokenizer ({type(tokenizer).__name__}) does not give the place of its tokens in the text; "
-            "expected one that does. Use data.regenerate, or prompt and response records."
+            "expected one that does. Add 'data.regenerate={}': the trunk answers the prompts."
         )
     turns = [
         _turn(tokenizer, replace(chat, messages=chat.messages[: index + 1]), f"{where}, message {index + 1}")
@@ -322,7 +359,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> _Turn:
     elif start < len(before):
         raise DataError(
             f"{where}: the chat template does not write this assistant turn after the prompt for it; expected the text "
-            "that is generated. Use data.regenerate, or prompt and response records."
+            "that is generated. Add 'data.regenerate={}': the trunk answers the prompts."
         )
     # White space after the end-of-turn token belongs to the template: the model stops before it.
     return _Turn(text, (start, len(text.rstrip())))

@@ -72,7 +72,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     if kind is not None:
         raise UnsupportedModelError(
             f"{where}: {kind.title} draft model without a trunk; expected a checkpoint with one. Name it "
-            f"beside its trunk: 'mtp-train evaluate TRUNK --head {where}'."
+            f"beside its trunk: 'mtp-train evaluate TRUNK --head {where} --out evaluation'."
         )
     # Some wrappers' text configs have no model type, others have a text model of another family.
     whole = str(config.get("model_type"))

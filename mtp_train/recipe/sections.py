@@ -244,11 +244,11 @@ class SourceSpec(RecipeSection):
     split: Text = "train"
     """A split of the dataset. Slices such as `train[:1000]` are allowed."""
     columns: Mapping[str, Text] = Field(default={})
-    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages` (a chat of
-    OpenAI or ShareGPT), `prompt` and `response` (raw text on both sides, or messages on both), `instruction`, `input`
-    and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For prompts
-    that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of several of
-    these layouts, name those of one: `{text: text}`."""
+    """Names of columns in the source, by ours: `{instruction: question, output: answer}`. Ours are `messages` (a chat
+    of OpenAI or ShareGPT), `prompt` and `response` (raw text on both sides, or messages on both), `instruction`,
+    `input` and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For
+    prompts that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of
+    several of these layouts, name those of one: `{text: text}`."""
 
 
 class RegenerateSpec(RecipeSection):

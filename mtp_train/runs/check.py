@@ -169,14 +169,25 @@ class Shapes:
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
         return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None, own or MAX_BATCH, each)
 
-    def alternatives(self, recipe: Recipe, world_size: int, device: Device) -> Iterator[tuple[str, str]]:
-        """Yield arguments to add with which a run that does not fit does, and what it then needs; one of each sort."""
+    def alternatives(
+        self, recipe: Recipe, world_size: int, device: Device, given: RecipeLike, changes: Sequence[str] = ()
+    ) -> Iterator[tuple[str, str]]:
+        """Yield arguments to add with which a run that does not fit does, and what it then needs; one of each sort.
+
+        Args:
+            given: The recipe before its values that are ``auto`` were chosen, which follow the arguments.
+            changes: Overrides that are added to it already.
+        """
         for sort in _changes(recipe, world_size, device):
             for overrides, processes in sort:
                 if recipe.train.processes not in (None, processes):
                     overrides = [*overrides, f"train.processes={processes}"]
                 try:
-                    changed = load_recipe(recipe, overrides)
+                    if self.room(load_recipe(recipe, overrides), processes, device).problem is not None:
+                        continue
+                    # By the device, which the arguments do not change.
+                    added = [f"train.precision={recipe.train.precision}", *changes, *overrides]
+                    changed, _ = resolved_recipe(given, added, world_size=processes, device=device)
                     room = self.room(changed, processes, device)
                     refused = refusals(changed, self.model, processes)
                 except MtpError:
@@ -388,7 +399,8 @@ def check(
     words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *override_texts(overrides)]
     if words and resolved.train.processes not in (None, world_size):
         words.append(f"train.processes={world_size}")
-    return _checked(resolved, choices, world_size, machine, words, is_here=device is None)
+    given = recipe, override_texts(overrides)
+    return _checked(resolved, choices, world_size, machine, words, given, is_here=device is None)
 
 
 def _launch_command(words: Sequence[str], room: Room) -> str:
@@ -408,6 +420,7 @@ def _checked(
     world_size: int,
     machine: Device,
     words: Sequence[str],
+    given: tuple[RecipeLike, Sequence[str]],
     *,
     is_here: bool,
 ) -> CheckResult:
@@ -454,7 +467,7 @@ def _checked(
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
         data=None if text is None else _described(recipe, text),
         choices=choices,
-        fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine)),
+        fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
     )
 

@@ -323,7 +323,7 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
     if len(urls) != len(arms):
         raise DataError(
             f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
-            "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL."
+            "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR."
         )
     servers = [
         Server(

@@ -58,6 +58,7 @@ from mtp_train.runs.refusals import (
     refusals,
     require_embedded,
     require_gate_groups,
+    require_groups,
     weight_refusals,
 )
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer, require_variables
@@ -163,7 +164,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
         documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
         notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
-    require_gate_groups(recipe, held_out)
+    require_gate_groups(recipe, held_out, {record.group for record in (*training, *held_out_records)})
     split = split_sentence(training, prompts, held_out_records, held_out)
     return RunText(documents, prompts, held_out, split, notes)
 
@@ -187,9 +188,21 @@ def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[lis
 
 
 def grouped_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Return all records. Without a group field, records with near-duplicate prompts share a group."""
+    """Return all records. Without a group field, records with near-duplicate prompts share a group.
+
+    Raises:
+        DataError: There are too few groups, or a text without a prompt is to be answered.
+    """
     records = load_sources(recipe)
-    return records if recipe.data.group_field is not None else join_near_duplicates(records, progress)
+    text = next((one for one in records if isinstance(one.content, PlainText)), None)
+    if text is not None and recipe.data.regenerate is not None:
+        raise DataError(
+            f"{text.where}: plain text has no prompt; expected chats or prompts to answer. Add data.regenerate=null "
+            "to train on the text itself, or convert the source."
+        )
+    records = records if recipe.data.group_field is not None else join_near_duplicates(records, progress)
+    require_groups(recipe, [record.group for record in records])
+    return records
 
 
 def split_sentence(
@@ -228,12 +241,6 @@ def load_sources(recipe: Recipe) -> list[Record]:
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    for record in records:
-        if isinstance(record.content, PlainText):
-            raise DataError(
-                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Write "
-                "data.regenerate: null, or convert the source."
-            )
     prompts = build_prompts(records, tokenizer)
     if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
         prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)

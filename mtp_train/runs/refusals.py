@@ -21,6 +21,7 @@ from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.identity import Contents, changed_files
 from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.data.groups import holdout_of
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
 from mtp_train.families import Convention, Family, RawConfig
@@ -173,17 +174,36 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
         )
 
 
-def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
+def require_groups(recipe: Recipe, groups: Sequence[str]) -> None:
+    """Check that records, by their groups, can be split into enough groups to train on and to measure."""
+    found, needed = len(set(groups)), _measured_groups(recipe) + 1
+    if found < needed:
+        raise DataError(
+            f"data: {len(groups)} records of {found} group(s); expected at least {needed} groups, to train on and to "
+            f"measure on others. Add records of {needed - found} more: near-duplicate prompts are of one group, and so "
+            "are the paragraphs of a .txt file, but not the `text` of the rows of a .jsonl file."
+        )
+
+
+def _measured_groups(recipe: Recipe) -> int:
+    """Return the fewest groups of prompts to measure on: those that can show a gain. A study has no gate."""
+    return min_gate_groups(recipe.gate.confidence) if recipe.gate.enabled and recipe.study is None else 1
+
+
+def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt], groups: Collection[str]) -> None:
     """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
 
-    A study has no gate.
+    Args:
+        groups: Of all records.
     """
-    needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
-    if recipe.gate.enabled and recipe.study is None and found < needed:
+    needed, found = _measured_groups(recipe), len({prompt.group for prompt in held_out})
+    if found < needed:
+        more = "" if recipe.evaluate.prompts >= needed else f" evaluate.prompts={needed}"
+        share = max(recipe.data.holdout, holdout_of(groups, needed, recipe.seed))
         raise DataError(
             f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
             f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
-            f"{recipe.gate.confidence:g}. Raise data.holdout or evaluate.prompts, or add records of other groups."
+            f"{recipe.gate.confidence:g}. Add data.holdout={share}{more}, or records of other groups."
         )
 
 

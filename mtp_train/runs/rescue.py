@@ -38,7 +38,7 @@ from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
-from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
+from mtp_train.checkpoints.suggestions import graft_command, inspect_command, output_of, retrain_command
 from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
 from mtp_train.errors import CheckpointError, MtpError
@@ -188,9 +188,11 @@ def probe(
     donor = str(base)
     paths = list(map(str, data))
     console = console or Console(quiet=True)
-    place = Path(f"{last_name(tuned)}-rescued") / PROBE if out is None else Path(out)
-    short = [*override_texts(overrides), *override_texts(SHORT)]
-    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(place / TRAINING), paths), short)
+    place = Path(output_of(tuned, "-rescued")) / PROBE if out is None else Path(out)
+    settings, changes = settings_of("graft", tuned, donor, str(place / TRAINING), paths), override_texts(overrides)
+    answers = load_recipe(settings, changes).data.regenerate is not None
+    short = {field: value for field, value in SHORT.items() if answers or not field.startswith("data.regenerate.")}
+    recipe, choices = resolved_recipe(settings, [*changes, *override_texts(short)])
     found = _compare(recipe, donor, place / COMPARISON, console)
     # A training that began found no fault before.
     if not is_lone(donor) and not is_run(place / TRAINING):
@@ -203,7 +205,7 @@ def probe(
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
-    command = retrain_command(tuned, donor, paths)
+    command = retrain_command(tuned, donor, paths, override_texts(overrides))
     if verdict == "fault":
         command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
     elif verdict == "graft" and not is_lone(donor):

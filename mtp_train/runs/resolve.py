@@ -28,7 +28,7 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.data.groups import is_held_out
 from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
-from mtp_train.errors import RecipeError
+from mtp_train.errors import DataError, RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, load_recipe
@@ -241,7 +241,13 @@ def text_facts(recipe: Recipe) -> TextFacts:
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
     told = [record for record in sample if has_response(record.content)]
-    documents = tokenize_records(told, tokenizer, 1 << 30)[0] if told else []
+    try:
+        documents = tokenize_records(told, tokenizer, 1 << 30)[0] if told else []
+    except DataError:
+        if recipe.data.regenerate is None:
+            raise
+        # The trunk answers the prompts: the template has to write these alone.
+        documents = []
     wholes = [len(document.input_ids) for document in documents] or prompts
     responses = [int(document.loss_mask.sum()) for document in documents]
     return TextFacts(
@@ -283,7 +289,7 @@ def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> Non
     chosen.choose("data.regenerate.max_prompts", min(MOST_PROMPTS, max(1, training)), told)
 
     limit = min(MOST_NEW_TOKENS, model.max_positions // 2)
-    told = f"at most {MOST_NEW_TOKENS} and half of the positions; the records have no responses"
+    told = f"at most {MOST_NEW_TOKENS} and half of the positions; no response of a record is known"
     if text.response_long is not None:
         limit = min(limit, max(128, _power_of_two(2 * text.response_long)))
         told = f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"

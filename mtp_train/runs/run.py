@@ -181,7 +181,7 @@ def require_room(run: Run) -> None:
     machine, shapes = device_named(None), Shapes(recipe, model, trunk)
     problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
-        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine)]
+        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine, recipe)]
         cure = f"Add {', or '.join(fitting)}." if fitting else "Use a larger GPU."
         raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
 

@@ -31,6 +31,7 @@ from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
+from mtp_train.runs.resolve import Overrides, override_texts
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -58,6 +59,7 @@ def write_recipe(
     data: Sequence[str | Path] = (),
     processes: int | None = None,
     device: str | None = None,
+    overrides: Overrides = (),
 ) -> WriteResult:
     """Write a recipe that retrains a model's head, or trains a new one for a model without a head.
 
@@ -69,6 +71,7 @@ def write_recipe(
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
         processes: Number of processes that the recipe must be launched with; None for any.
         device: What each of them will run on, as for :func:`check`; None for this machine's.
+        overrides: Changes to the recipe before it is written, as for :func:`run`.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -89,6 +92,8 @@ def write_recipe(
     settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
     if processes is not None:
         settings["train"]["processes"] = processes
+    for override in override_texts(overrides):
+        apply_override(settings, override)
     found = check(settings, device=device)
     if donor is not None:
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
@@ -100,12 +105,11 @@ def write_recipe(
         notes.append(_MAY_BE_LOST)
     if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
         notes.append(_BUILTIN_NOTE)
-    planned = [] if device is None else ["--device", device]
     return WriteResult(
         out=out,
         content=f"it trains {_TRAINS[start]}",
         notes=tuple(notes),
-        cure=shlex.join(["mtp-train", "check", str(out), *planned]),
+        cure=shlex.join(["mtp-train", "check", str(out), *(["--device", device] if device else ())]),
     )
 
 

@@ -21,6 +21,7 @@ from mtp_train.checkpoints.adapter import refuse_embedded_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, TensorInfo
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
+from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
@@ -156,9 +157,11 @@ def diagnose_trunk(
 
 
 def untie_command(path: Path) -> str:
-    """Return the command that unties the lm_head in a config."""
+    """Return the command that unties the lm_head in a config, of a copy for a checkpoint of the hub's cache."""
     flag = '"tie_word_embeddings": '
-    return shlex.join(["sed", "-i", f"s/{flag}*true/{flag}false/", str(path / CONFIG_FILE)])
+    place = output_of(str(path), "")
+    copied = "" if place == str(path) else f"{shlex.join(['cp', '-rL', str(path), place])} && "
+    return copied + shlex.join(["sed", "-i", f"s/{flag}*true/{flag}false/", f"{place}/{CONFIG_FILE}"])
 
 
 def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import mtp_train as mtp
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import load_report
 from mtp_train.heads.draft_model import draft_model
@@ -83,6 +85,7 @@ def test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly(
     found = document(["inspect", export, "--base", trunk], capfd)
     assert (found["family"], found["status"], found["missing_keys"]) == (kind, "healthy", [])
     assert found["serves"] == promised
+    assert main(shlex.split(found["runs_here"].replace("TRUNK", shlex.quote(str(trunk))))[1:]) == 0
     card = (export / "README.md").read_text()
     assert "draft model for finetune" in card
     assert ("vllm serve TRUNK" in card) == promised["vllm"].startswith("vllm serve")

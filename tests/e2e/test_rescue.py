@@ -115,6 +115,24 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(varied: Path, monkeypat
         probe()
 
 
+def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(inputs: Path, monkeypatch: Monkey) -> None:
+    class Reached(Exception):
+        pass
+
+    def compare(recipe: Any, *others: object) -> None:
+        assert recipe.data.regenerate is None
+        raise Reached
+
+    texts = [{"text": f"{chr(97 + number) * 9} {number} {chr(122 - number) * 9}"} for number in range(16)]
+    (inputs / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    given = {"data": [inputs / "texts.jsonl"]}
+    with pytest.raises(mtp.MtpError, match=r"plain text has no prompt; .* Add data\.regenerate=null to train"):
+        mtp.probe(inputs / "finetune", inputs / "base", "found", **given)
+    monkeypatch.setattr(rescue_module, "_compare", compare)
+    with pytest.raises(Reached):
+        mtp.probe(inputs / "finetune", inputs / "base", "found", **given, overrides=["data.regenerate=null"])
+
+
 def test_the_command_that_is_proposed_for_an_adapter_runs(varied: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(rescue_module, "LEAST_TAU", 1.0)
     monkeypatch.setattr(rescue_module, "judge", lambda found: ("graft", "said"))

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train import check
 from mtp_train.data.records import text_group
 from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError
 from mtp_train.recipe.loading import apply_override
 from mtp_train.recipe.sections import AUTOMATIC, LoraSection
 from mtp_train.runs import resolve
@@ -103,6 +104,26 @@ def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
         "train.micro_batch_sequences": 4,
         "train.warmup_steps": 24,
     }
+
+
+SWITCHED = CHATML.replace(
+    "assistant\n{% endif %}", "assistant\n{{ '<no_think>' if enable_thinking is false }}{% endif %}"
+)
+"""A template whose generation prompt is not how it opens the turn in the history, where thinking is switched off."""
+
+
+def test_answers_of_the_trunk_need_no_template_for_the_records_own(own_inputs: Path) -> None:
+    """As a column of the records, and for all of them; only the prompt is rendered, as the trunk is asked."""
+    for path in (own_inputs / "finetune", own_inputs / "base"):
+        byte_tokenizer(SWITCHED).save_pretrained(path)
+    off = {"data__chat_template_kwargs": {"enable_thinking": False}, "train__lr": "auto"}
+    answered = {"data__regenerate": {"max_new_tokens": "auto", "max_prompts": 4}, "data__seq_len_tokens": 192}
+    with pytest.raises(DataError, match=r"after the prompt for it; .*Add 'data\.regenerate=\{\}'"):
+        recipe_of(tiny_mapping(own_inputs, own_inputs / "run", **off))
+    found = check(tiny_mapping(own_inputs, own_inputs / "run", **off, **answered))
+    assert found.data is not None
+    assert "answers of the trunk to 4 prompts" in found.data
+    assert "no response of a record is known" in str([one.reason for one in found.choices])
 
 
 def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +259,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
         tmp_path, tmp_path / "run", data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
     )
     mapped["model"]["trunk"] = str(base)
+    mapped["gate"] = {"enabled": False}
     facts = resolve.text_facts(recipe_of(mapped))
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(

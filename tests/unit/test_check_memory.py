@@ -12,9 +12,12 @@ import torch
 from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
+from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import check as check_module
+from mtp_train.runs import resolve
+from mtp_train.runs.resolve import ModelFacts, TextFacts
 from mtp_train.train import machine
-from mtp_train.train.machine import device_named
+from mtp_train.train.machine import Device, device_named
 
 # Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
 VOCAB, WIDTH, LAYERS, FULL = 248_320, 4096, 32, 8
@@ -114,6 +117,29 @@ def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe:
     found = planned(recipe, 2, "12GiB")
     assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
     assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting
+
+
+def test_settings_that_fit_do_so_with_the_automatic_ones_that_follow_them(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed trunk leaves room for larger micro-batches, which are then chosen."""
+
+    def facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
+        spare = 1 << 20 if recipe.model.quantization is None else 60 << 30
+        return ModelFacts(WIDTH, 4096, 1 << 15, "cuda", spare, spare, world_size)
+
+    monkeypatch.setattr(resolve, "model_facts", facts)
+    monkeypatch.setattr(
+        resolve, "text_facts", lambda recipe: TextFacts({"a": 900, "b": 100}, 100, 200, 100, 200, 200, 400)
+    )
+    automatic = recipe | {"train": recipe["train"] | {"micro_batch_sequences": "auto"}}
+    needed = check(automatic, device="20GiB")
+    assert needed.recipe.train.micro_batch_sequences == 1
+    assert needed.fitting
+    for arguments in needed.fitting:
+        words = [word for word in shlex.split(arguments) if "=" in word]
+        processes = int(arguments.partition("--processes ")[2] or 1)
+        assert check(automatic, words, processes=processes, device="20GiB").room.problem is None, arguments
 
 
 def test_the_plan_has_the_cost_of_selecting_the_best_step(recipe: dict[str, Any]) -> None:

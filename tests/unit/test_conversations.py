@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
+from mtp_train.data import tokenize
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import build_prompts, template_notes, tokenize_records
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.trunk.tokenizer import require_variables, template_variables
+from mtp_train.trunk.tokenizer import render_chat, require_variables, template_variables
 
 THINKS = (
     "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n"
@@ -188,11 +189,40 @@ def test_what_the_template_reads_and_is_not_passed_is_counted_and_named(tmp_path
         "1 of 4 records have mode, which the chat template does not read",
     ]
     assert template_notes(records[:3], byte_tokenizer(CHATML)) == []
+    raw = [record_of(prompt="hi", response="yes"), record_of(text="all")]
+    assert template_notes([*records[:3], *raw], byte_tokenizer(CHATML)) == [
+        "2 of 5 records are raw text, without the chat template"
+    ]
+    assert template_notes(raw, byte_tokenizer(None)) == []
     calls = [record_of(messages=AS_SERVED)]
     assert template_notes(calls, byte_tokenizer(THINKS)) == []
     assert template_notes(calls, byte_tokenizer(CHATML)) == [
         "1 of 1 records have tool_calls, which the chat template does not read"
     ]
+
+
+def test_turns_that_the_template_leaves_out_are_counted_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chat(*roles: str) -> Record:
+        return record_of(messages=[{"role": role, "content": f"as {role}"} for role in roles])
+
+    writes = "{% if message.role in ('user', 'assistant') or message.role == 'system' and loop.first %}"
+    ignores = CHATML.replace("<|im_start|>{{", f"{writes}<|im_start|>{{{{", 1).replace(
+        "\n{% endfor", "\n{% endif %}{% endfor"
+    )
+    records = [chat("developer", "user", "assistant")] * 3 + [chat("system", "user", "assistant", "tool", "user")] * 2
+    records += [chat("user", "system", "user")] * 4
+    rendered = []
+    monkeypatch.setattr(tokenize, "render_chat", lambda *args, **how: rendered.append(1) or render_chat(*args, **how))
+    assert template_notes(records, byte_tokenizer(ignores)) == [
+        "3 of 9 records have a first developer turn, which the chat template leaves out",
+        "4 of 9 records have a later system turn, which the chat template leaves out",
+        "2 of 9 records have a later tool turn, which the chat template leaves out",
+    ]
+    # Once for each kind of turn, not for each record.
+    assert len(rendered) == 7
+    assert template_notes(records, byte_tokenizer(CHATML)) == []
+    # Refused where the records themselves are rendered.
+    assert template_notes(records, byte_tokenizer("{{ raise_exception('no') }}")) == []
 
 
 @pytest.mark.parametrize(

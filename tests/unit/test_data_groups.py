@@ -9,6 +9,7 @@ import pytest
 
 from mtp_train.data.groups import (
     THRESHOLD,
+    holdout_of,
     is_held_out,
     join_near_duplicates,
     near_duplicate_groups,
@@ -17,6 +18,8 @@ from mtp_train.data.groups import (
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, normalised
 from mtp_train.data.sources import load_records
 from mtp_train.errors import DataError
+from mtp_train.runs.refusals import require_groups
+from runs import tiny_recipe
 
 WORDS = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz", k=3 + n % 7)) for n in range(2000)]
 
@@ -146,9 +149,9 @@ def test_paragraphs_of_a_text_file_are_on_one_side_wherever_it_lies(tmp_path: Pa
 def test_one_text_file_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("one\n\ntwo\n\nthree")
     found = load_records(str(tmp_path / "book.txt"))
-    with pytest.raises(DataError, match=r"side empty \(3 records in 1 group\(s\)\); .* a \.txt file") as error:
-        split_by_group(found, 0.4, 0)
-    assert "data.group_field" in str(error.value)
+    recipe = tiny_recipe(tmp_path, tmp_path / "run")
+    with pytest.raises(DataError, match=r"3 records of 1 group\(s\); .* Add records of 5 more: .* a \.txt file"):
+        require_groups(recipe, [record.group for record in found])
 
 
 ITEMS = [Record(f"r#{number:03}", f"group {number % 50}", PlainText("")) for number in range(200)]
@@ -172,5 +175,13 @@ def test_an_empty_side_is_refused(holdout: float, side: str) -> None:
     with pytest.raises(
         DataError,
         match=rf"leaves the {side} side empty \(200 records in 50 group\(s\)\); expected records on both sides",
-    ):
+    ) as error:
         split_by_group(ITEMS, holdout, 0)
+    sides = split_by_group(ITEMS, float(str(error.value).partition("data.holdout=")[2].rstrip(".")), 0)
+    assert [len({one.group for one in part}) for part in sides] == [25, 25]
+
+
+@pytest.mark.parametrize("count", [1, 7, 49])
+def test_a_share_holds_out_the_number_of_groups_that_it_is_made_for(count: int) -> None:
+    groups = {one.group for one in ITEMS}
+    assert sum(is_held_out(group, holdout_of(groups, count, 3), 3) for group in groups) == count

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +306,30 @@ def test_a_broken_line_is_named(tmp_path: Path, bad_line: str) -> None:
         load_records(str(tmp_path / "a.jsonl"))
 
 
-def test_unknown_columns_are_listed(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
-    with pytest.raises(
-        DataError, match=r"columns are 'question', 'answer'; expected `messages`.*`text`. .*`columns`, as"
-    ):
-        load_records(path)
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "a", "answer": "b"}, {"instruction": "question", "output": "answer"}),
+        (
+            {"id": "7", "Query": "a", "model_response": "b", "x": 1},
+            {"instruction": "Query", "output": "model_response"},
+        ),
+        ({"input": "a", "output": "b"}, {"instruction": "input", "output": "output"}),
+        # No column looks like an answer.
+        ({"title": "a", "context": "b", "question": "c", "answers": {"text": ["d"]}}, {"instruction": "question"}),
+    ],
+)
+def test_unknown_columns_are_listed_with_names_that_make_a_chat_of_them(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str]
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    listed = re.escape(", ".join(map(repr, row)))
+    with pytest.raises(DataError, match=rf"columns are {listed}; expected `messages`.*`text`\. Add ") as refused:
+        load_records(path, name="data.sources.1 (a.jsonl)")
+    field, _, named = shlex.split(str(refused.value).partition(" Add ")[2])[0].removesuffix(",").partition("=")
+    assert (field, json.loads(named)) == ("data.sources.1.columns", columns)
+    (record,) = load_records(path, columns=columns)
+    assert isinstance(record.content, Chat)
 
 
 def test_a_missing_group_is_refused(tmp_path: Path) -> None:

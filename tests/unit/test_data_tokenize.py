@@ -135,7 +135,9 @@ def test_thinking_is_learnt_as_the_prompt_asks_for_it(opening: str, written: str
 
 def test_a_turn_that_does_not_follow_its_prompt_is_refused() -> None:
     tokenizer = byte_tokenizer(CHATML.replace("<|im_start|>assistant\n", "<|im_start|>bot\n"))
-    with pytest.raises(DataError, match=r"f, record 1, message 2: .*after the prompt for it; .*Use data.regenerate"):
+    with pytest.raises(
+        DataError, match=r"f, record 1, message 2: .*after the prompt for it; .*Add 'data.regenerate={}'"
+    ):
         one(chat("hi", "yes"), tokenizer)
 
 

@@ -242,7 +242,7 @@ def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved
         set_fields(other, {"quantization": {"group_size": 64, "bits": 4}})
     found = inspect(other, saved / "base")
     assert (found.status, found.problems) == ("foreign", ())
-    assert found.cure == f"hf download ORIGINAL --local-dir {other}-original"
+    assert found.cure == f"hf download ORIGINAL --local-dir {other}-original --force-download"
     assert "in MLX's layout (" in (found.note or "")
     with pytest.raises(CheckpointError, match=r"in MLX's layout .* expected transformers' layout. Use the checkpoint"):
         graft(other, saved / "base", tmp_path / "out")

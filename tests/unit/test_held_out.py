@@ -91,6 +91,8 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path,
         assert "; expected at least 6 groups, the fewest that can show a gain at gate.confidence=0.97." in str(
             caught.value
         )
+    share = float(re.findall(r"Add data\.holdout=([0-9.]+), or records of other groups\.", str(caught.value))[0])
+    assert check(few_groups(pristine, tmp_path / "run", share), processes=1).data
     assert not (tmp_path / "run" / "head").exists()
 
 

@@ -148,7 +148,7 @@ def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
         found = document(argv, capfd)
         assert (found["status"], found["present_modules"]) == ("damaged", 0)
         assert found["problems"][0].startswith("trunk weights missing: model.layers.")
-        assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}"
+        assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}-original --force-download"
     assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", tmp_path / "out"], capfd)
     # Of a base that lost weights, the base is named.
     whole = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "whole")

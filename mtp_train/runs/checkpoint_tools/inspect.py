@@ -430,7 +430,7 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
     if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
     if problems:
-        return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
+        return suggestions.download_command(checkpoint.path, "CHECKPOINT")
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not found.stale and status == "healthy" and _misread(checkpoint)):
@@ -454,7 +454,7 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
         head=HeadDiagnosis(0, 0, (), (), (), ()),
         **_weights_of(checkpoint, None, progress),
         serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
-        cure=f"hf download {shlex.quote(original or 'ORIGINAL')} --local-dir {shlex.quote(path)}-original",
+        cure=suggestions.download_command(checkpoint.path, original or "ORIGINAL"),
         runs_here="no: in MLX's layout",
         note=f"in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads: use "
         f"{original or 'the checkpoint'} that it was converted from",
@@ -553,8 +553,8 @@ def _inspect_drafter(
         **weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
-        cure=None if whole else f"hf download DRAFTER --local-dir {path}",
-        runs_here=f"mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
+        cure=None if whole else suggestions.download_command(checkpoint.path, "DRAFTER"),
+        runs_here=f"mtp-train generate TRUNK --head {path} --prompt Hello" if refusal is None else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
 

@@ -33,7 +33,13 @@ from mtp_train.checkpoints.locations import (
     refuse_adapter,
 )
 from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
-from mtp_train.checkpoints.suggestions import draft_model_flag, graft_command, probe_command, train_command
+from mtp_train.checkpoints.suggestions import (
+    checkpoint_name,
+    draft_model_flag,
+    graft_command,
+    probe_command,
+    train_command,
+)
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
@@ -386,14 +392,6 @@ def _write_draft_gguf(
         write_export(trunk, head, draft, adapter=None, link="hard", progress=progress)
         write_draft_gguf(open_checkpoint(draft), open_gguf(Path(file)), directory / name, kind, progress)
     return out / name
-
-
-def checkpoint_name(path: Path) -> str:
-    """Return the name of a checkpoint's directory; in the hub's cache, with its hashes, the model's name."""
-    path = path.resolve()
-    if path.parent.name == "snapshots":
-        return path.parents[1].name.rsplit("--", 1)[-1]
-    return path.name
 
 
 def _head_to_export(source: Path, progress: Progress, take: Take) -> tuple[Checkpoint, Artifact, Path | None]:
