@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
-from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
+from mtp_train.families.layouts import key_rules
+from mtp_train.families.spec import Family, HeadLayer, RawConfig
 
 _NO_MEDUSA = no("has no Medusa")
 
@@ -68,7 +69,7 @@ def _serving(trunk: str) -> Mapping[str, EngineSupport]:
 
 MEDUSA = DraftParts(
     prefixes=("blocks.",),
-    rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
+    rules=key_rules("blocks.", {"{module}.layers.0.{rest}": "layer.linear.{rest}"}),
     module=MedusaModule,
     layer=draft_layer(_residual, rotary=None),
     convention=Convention(recycle="trunk"),
