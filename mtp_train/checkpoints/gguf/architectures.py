@@ -37,10 +37,10 @@ from mtp_train.checkpoints.gguf.record import (
     rope_value,
     rotated,
     router,
-    weights,
     whole,
 )
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.layouts import weights
 from mtp_train.families.spec import Family, RawConfig
 
 _SLIDING = "sliding_attention"

@@ -54,7 +54,7 @@ EAGLE = DraftParts(
     prefixes=("fc.", "layers."),
     rules=key_rules("", {"fc.weight": "proj.weight", "layers.{module}.{rest}": "layer.{rest}"}),
     module=EagleModule,
-    layer=llama.draft_layer(_without_input_norm),
+    layer=llama.draft_layer(build_layer=_without_input_norm),
     serving=_serving_eagle,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
@@ -177,7 +177,7 @@ EAGLE3 = DraftParts(
         "", {"fc.weight": "fc.weight", "norm.weight": "final_norm.weight", "midlayer.{rest}": "layer.{rest}"}
     ),
     module=Eagle3Module,
-    layer=llama.draft_layer(_reading_two),
+    layer=llama.draft_layer(build_layer=_reading_two),
     convention=Convention(hidden="of_layers", recycle="before_final_norm"),
     final_norm=True,
     trunk_layers=_trunk_layers,

@@ -12,7 +12,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     EXPERTS_AFTER_THE_TRUNK,
@@ -265,10 +265,6 @@ _RELEASES_NAMES = "  # with a release's tensor names, which transformers' save_p
 _RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as releases have them"
 
 
-def _remarked(support: EngineSupport, remark: str) -> EngineSupport:
-    return replace(support, text=support.text + remark)
-
-
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",
     title="DeepSeek V4",
@@ -319,9 +315,9 @@ DEEPSEEK_V4 = Family(
         running_windows=compressing_in_windows,
     ),
     engines={
-        "vllm": _remarked(engines.VLLM, _RELEASES_NAMES),
-        "sglang": _remarked(engines.SGLANG, _RELEASES_NAMES),
-        "llama.cpp": _remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
+        "vllm": remarked(engines.VLLM, _RELEASES_NAMES),
+        "sglang": remarked(engines.SGLANG, _RELEASES_NAMES),
+        "llama.cpp": remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
     },
 )
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import layouts
-from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
+from mtp_train.families.engines import Convention, EngineSupport, no, remarked, use_mtp_named
 from mtp_train.families.layouts import AFTER_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Declaration, Family, HeadLayer, TrunkTraits, Wiring, has_layer_types
@@ -28,9 +28,8 @@ from mtp_train.upstream.transformers_private import CACHE, attention_of, set_att
 # transformers' causal language models of these types declare no head keys.
 _USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
-_USE_MTP_UNSCALED = EngineSupport(
-    True,
-    f"{_USE_MTP_TOLD.text}; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted",
+_USE_MTP_UNSCALED = remarked(
+    _USE_MTP_TOLD, "; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted"
 )
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
@@ -248,10 +247,7 @@ SEED_OSS = attached(
     "SeedOss",
     config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
     engines=transformers_only(
-        EngineSupport(
-            True,
-            f"{_USE_MTP_TOLD.text}, with the config's dropout: set attention_dropout and residual_dropout to 0 first",
-        )
+        remarked(_USE_MTP_TOLD, ", with the config's dropout: set attention_dropout and residual_dropout to 0 first")
     ),
 )
 EXAONE4 = attached("exaone4", "EXAONE 4", "Exaone4")

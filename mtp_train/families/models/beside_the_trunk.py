@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
@@ -520,11 +520,7 @@ NEMOTRON_H = Family(
     ),
     wiring=Wiring(
         # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
-        conventions={
-            "vllm": Convention(),
-            "sglang": Convention(),
-            "llama.cpp": Convention(centred=True),
-        },
+        conventions={**engines.ALIKE, "llama.cpp": Convention(centred=True)},
     ),
     layer=HeadLayer(
         "nemotron_h",
@@ -674,9 +670,8 @@ INKLING = Family(
         needs_transformers="5.23",
     ),
     engines={
-        "transformers": EngineSupport(
-            True,
-            f"{engines.USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
+        "transformers": remarked(
+            engines.USE_MTP, "; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts"
         ),
         "llama.cpp": no("has no graph for this model"),
     },
