@@ -83,8 +83,7 @@ EXPERTS_AFTER_THE_TRUNK = after_the_trunk(experts(), shared=REPEATED_AFTER_THE_T
 def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> PretrainedConfig:
     """Return a copy of a text config with ``num_layers`` layers and the values of ``fields``."""
     changed = copy.deepcopy(config)
-    for name, value in {**fields, "num_hidden_layers": num_layers}.items():
-        setattr(changed, name, value)
+    changed.update({**fields, "num_hidden_layers": num_layers})
     return changed
 
 

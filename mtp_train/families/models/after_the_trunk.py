@@ -166,7 +166,6 @@ STEP3P7 = Family(
     engines={"transformers": no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")},
 )
 
-_DOTS_KEYS = layouts.after_the_trunk(trunk_prefixes=WRAPPED, shared=REPEATED_AFTER_THE_TRUNK[1:])
 DOTS3_NOTE = Family(
     name="dots3_note",
     title="dots3-note",
@@ -177,10 +176,12 @@ DOTS3_NOTE = Family(
         implied=1,
         others=("mtp_layer_types",),
     ),
-    keys=replace(
-        _DOTS_KEYS,
-        head_prefixes=(*_DOTS_KEYS.head_prefixes, "{trunk}mtp."),
-        rules=(*layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"}), *_DOTS_KEYS.rules),
+    keys=Keys(
+        trunk_prefixes=WRAPPED,
+        head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
+        rules=layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"})
+        + layouts.after_the_trunk().rules,
+        shared=REPEATED_AFTER_THE_TRUNK[1:],
     ),
     wiring=replace(_ZERO_FIRST_IN_VLLM, own_embedding=True),
     layer=HeadLayer(
