@@ -110,14 +110,15 @@ LAST_STATES_IN_VLLM = LAST_STATES_IN_SGLANG | _BACKEND
 
 UNVERIFIED = EngineSupport(None, "not verified for this model")
 NO_EAGLE = no("has no EAGLE")
-_VLLM = "vllm serve TRUNK"
-_SGLANG = "python -m sglang.launch_server --model-path TRUNK"
 
 
 def in_vllm(method: str) -> EngineSupport:
-    return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}")
+    return EngineSupport(True, f"vllm serve TRUNK --speculative-config {{vllm_{method}}}")
 
 
 def in_sglang(algorithm: str) -> EngineSupport:
-    drafts = f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}"
-    return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")
+    return EngineSupport(
+        True,
+        f"python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}",
+    )
