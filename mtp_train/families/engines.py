@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtp_train.head_kinds import draft_kinds
@@ -109,6 +109,11 @@ HEAD_IGNORED = EngineSupport(False, "loads the trunk and ignores the head")
 def no(reason: str) -> EngineSupport:
     """Return the entry of an engine that does not use the head."""
     return EngineSupport(False, reason)
+
+
+def remarked(support: EngineSupport, remark: str) -> EngineSupport:
+    """Return an engine's entry with a remark behind its text."""
+    return replace(support, text=support.text + remark)
 
 
 DSPARK = {

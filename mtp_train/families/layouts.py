@@ -23,72 +23,67 @@ WRAPPED = ("model.language_model.", "model.")
 """Decoder prefixes of families whose releases are vision-language models, and of their text-only checkpoints."""
 
 
-def weight_rules(prefix: str, names: Mapping[str, str], ours: str = "") -> tuple[KeyRule, ...]:
-    """Return the rules of weights that a release and this package name differently: name in a release to our name."""
-    return tuple(KeyRule(native=f"{prefix}{name}.weight", ours=f"{ours}{mine}.weight") for name, mine in names.items())
+def weights(names: Mapping[str, str], ours: str = "") -> dict[str, str]:
+    """Return the key names of matrices and norms that a release and this package name differently."""
+    return {f"{name}.weight": f"{ours}{mine}.weight" for name, mine in names.items()}
 
 
-def end_rules(
-    prefix: str,
-    *,
-    proj: str = "eh_proj",
-    embed_norm: str = "enorm",
-    hidden_norm: str = "hnorm",
-    final_norm: str | None = "final_layernorm",
-) -> tuple[KeyRule, ...]:
-    """Return the rules of a head module's parts around its layer, with DeepSeek's names where none is given."""
-    names = {proj: "proj", embed_norm: "embed_norm", hidden_norm: "hidden_norm"}
-    return weight_rules(prefix, names if final_norm is None else {**names, final_norm: "final_norm"})
+def key_rules(prefix: str, names: Mapping[str, str]) -> tuple[KeyRule, ...]:
+    """Return the rules of keys under ``prefix``: the rest of the native key to our key, both as in :class:`KeyRule`."""
+    return tuple(KeyRule(native=prefix + native, ours=ours) for native, ours in names.items())
 
 
-def expert_rules(
-    layer: str, experts: str = "mlp.experts", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[KeyRule, ...]:
-    """Return the rules for gated experts of a mixture that are stored as one tensor each.
+def experts(
+    native: str = "mlp.experts", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    """Return the key names of a layer's gated experts that are stored as one tensor each.
 
-    ``experts`` is the native name of their module within the layer, ``names`` those of the gate, up and down matrices.
+    ``native`` is the native name of their module within the layer, ``names`` those of the gate, up and down matrices.
     """
-    ours, native = "layer.mlp.experts", [f"{layer}{experts}.{{expert}}.{name}.weight" for name in names]
-    return (
-        KeyRule(native=native[0], ours=f"{ours}.gate_up_proj"),
-        KeyRule(native=native[1], ours=f"{ours}.gate_up_proj"),
-        KeyRule(native=native[2], ours=f"{ours}.down_proj"),
-    )
+    merged = zip(names, ("gate_up_proj", "gate_up_proj", "down_proj"), strict=True)
+    return {f"{native}.{{expert}}.{name}.weight": f"layer.mlp.experts.{ours}" for name, ours in merged}
 
 
-def beside_the_trunk(*layer_rules: KeyRule, **keys: Any) -> Keys:
+ENDS = weights({"eh_proj": "proj", "enorm": "embed_norm", "hnorm": "hidden_norm"})
+"""DeepSeek's names of a head module's parts in front of its layer."""
+FINAL_NORM = {"final_layernorm.weight": "final_norm.weight"}
+LAYER = {"{rest}": "layer.{rest}"}
+"""The parts of a head's layer with names as in transformers. Last in a table, because it matches every key."""
+_QWEN_ENDS = weights(
+    {"fc": "proj", "pre_fc_norm_embedding": "embed_norm", "pre_fc_norm_hidden": "hidden_norm", "norm": "final_norm"}
+)
+
+
+def beside_the_trunk(names: Mapping[str, str] = {}, **keys: Any) -> Keys:
     """Return the keys of a head under ``mtp.`` with Qwen's names.
 
     Args:
-        *layer_rules: Rules of the layer, which precede the catch-all.
+        names: Parts of the layer that a release and transformers name differently, as for :func:`key_rules`.
     """
-    ends = {"proj": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
-    rules = (*end_rules("mtp.", **ends, final_norm="norm"), *layer_rules)
-    rest = KeyRule(native=f"{BESIDE_THE_TRUNK}{{rest}}", ours="layer.{rest}")
-    return Keys(head_prefixes=("mtp.",), rules=(*rules, rest), **keys)
+    rules = (*key_rules("mtp.", _QWEN_ENDS), *key_rules(BESIDE_THE_TRUNK, {**names, **LAYER}))
+    return Keys(head_prefixes=("mtp.",), rules=rules, **keys)
 
 
-def after_the_trunk(*layer_rules: KeyRule, final_norm: str = "shared_head.norm", **keys: Any) -> Keys:
+def after_the_trunk(names: Mapping[str, str] = {}, *, final_norm: str = "shared_head.norm", **keys: Any) -> Keys:
     """Return the keys of a head that is stored as one more layer; arguments as in :func:`beside_the_trunk`."""
-    rest = KeyRule(native=f"{AFTER_THE_TRUNK}{{rest}}", ours="layer.{rest}")
-    rules = (*end_rules(AFTER_THE_TRUNK, final_norm=final_norm), *layer_rules, rest)
-    return Keys(head_prefixes=(AFTER_THE_TRUNK,), rules=rules, **keys)
+    ends = {**ENDS, f"{final_norm}.weight": "final_norm.weight"}
+    return Keys(head_prefixes=(AFTER_THE_TRUNK,), rules=key_rules(AFTER_THE_TRUNK, {**ends, **names, **LAYER}), **keys)
 
 
+EXPERTS_BESIDE_THE_TRUNK = beside_the_trunk(experts())
 REPEATED_AFTER_THE_TRUNK = (
     SharedKey(native=f"{AFTER_THE_TRUNK}embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),
     SharedKey(native=f"{AFTER_THE_TRUNK}shared_head.head.weight", trunk="lm_head.weight"),
 )
 """DeepSeek's releases repeat the embedding and the lm_head in the head's layer."""
-EXPERTS_AFTER_THE_TRUNK = after_the_trunk(*expert_rules(AFTER_THE_TRUNK), shared=REPEATED_AFTER_THE_TRUNK)
+EXPERTS_AFTER_THE_TRUNK = after_the_trunk(experts(), shared=REPEATED_AFTER_THE_TRUNK)
 """The keys of DeepSeek's releases, and of those that follow them."""
 
 
 def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> PretrainedConfig:
     """Return a copy of a text config with ``num_layers`` layers and the values of ``fields``."""
     changed = copy.deepcopy(config)
-    for name, value in {**fields, "num_hidden_layers": num_layers}.items():
-        setattr(changed, name, value)
+    changed.update({**fields, "num_hidden_layers": num_layers})
     return changed
 
 
@@ -145,10 +140,11 @@ class AttentionThenMlp(nn.Module):
 
 
 def attention_then_mlp(attention: str, mlp: str) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
-    """Return a ``build_layer`` that composes classes of the model's Python module."""
+    """Return a ``build_layer`` that composes two of the model's classes, named without its prefix."""
 
     def build(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         norms = classes.make_norm(config), classes.make_norm(config)
-        return AttentionThenMlp(classes.cls(attention)(config, layer_idx), classes.cls(mlp)(config), norms)
+        parts = classes.cls(classes.prefix + attention)(config, layer_idx), classes.cls(classes.prefix + mlp)(config)
+        return AttentionThenMlp(*parts, norms)
 
     return build

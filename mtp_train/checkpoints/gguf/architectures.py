@@ -37,10 +37,10 @@ from mtp_train.checkpoints.gguf.record import (
     rope_value,
     rotated,
     router,
-    weights,
     whole,
 )
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.layouts import weights
 from mtp_train.families.spec import Family, RawConfig
 
 _SLIDING = "sliding_attention"
@@ -173,9 +173,9 @@ def _nemotron_blocks(kind: str, field: str) -> Field:
     return read
 
 
-# llama.cpp's graph of the head is attention, then experts. Its converter rounds this architecture's router, apparently
-# by oversight; here it is written in fp32, like the converter writes all other routers.
-_ATTENTION, _EXPERTS = "layers.0.", "layers.1."
+# llama.cpp's graph of the head is attention (layers.0), then experts (layers.1). Its converter rounds this
+# architecture's router, apparently by oversight; here it is written in fp32, like the converter writes all other
+# routers.
 _NEMOTRON = GgufHead(
     arch="nemotron_h_moe",
     pre_tokenizer="pixtral",
@@ -183,29 +183,29 @@ _NEMOTRON = GgufHead(
     names={
         **weights(
             {
-                f"{_ATTENTION}eh_proj": "nextn.eh_proj",
-                f"{_ATTENTION}enorm": "nextn.enorm",
-                f"{_ATTENTION}hnorm": "nextn.hnorm",
-                f"{_EXPERTS}final_layernorm": "nextn.shared_head_norm",
-                f"{_ATTENTION}norm": "attn_norm",
-                f"{_ATTENTION}mixer.v_proj": "attn_v",
-                f"{_ATTENTION}mixer.o_proj": "attn_output",
-                f"{_EXPERTS}norm": "post_attention_norm",
-                f"{_EXPERTS}mixer.gate": "ffn_gate_inp",
-                f"{_EXPERTS}mixer.experts.{{expert}}.up_proj": "ffn_up_exps",
-                f"{_EXPERTS}mixer.experts.{{expert}}.down_proj": "ffn_down_exps",
-                f"{_EXPERTS}mixer.shared_experts.up_proj": "ffn_up_shexp",
-                f"{_EXPERTS}mixer.shared_experts.down_proj": "ffn_down_shexp",
-                f"{_EXPERTS}mixer.fc1_latent_proj": "ffn_latent_down",
-                f"{_EXPERTS}mixer.fc2_latent_proj": "ffn_latent_up",
+                "layers.0.eh_proj": "nextn.eh_proj",
+                "layers.0.enorm": "nextn.enorm",
+                "layers.0.hnorm": "nextn.hnorm",
+                "layers.1.final_layernorm": "nextn.shared_head_norm",
+                "layers.0.norm": "attn_norm",
+                "layers.0.mixer.v_proj": "attn_v",
+                "layers.0.mixer.o_proj": "attn_output",
+                "layers.1.norm": "post_attention_norm",
+                "layers.1.mixer.gate": "ffn_gate_inp",
+                "layers.1.mixer.experts.{expert}.up_proj": "ffn_up_exps",
+                "layers.1.mixer.experts.{expert}.down_proj": "ffn_down_exps",
+                "layers.1.mixer.shared_experts.up_proj": "ffn_up_shexp",
+                "layers.1.mixer.shared_experts.down_proj": "ffn_down_shexp",
+                "layers.1.mixer.fc1_latent_proj": "ffn_latent_down",
+                "layers.1.mixer.fc2_latent_proj": "ffn_latent_up",
             }
         ),
-        f"{_EXPERTS}mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "layers.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     },
     # The row order of a rotary embedding. This attention has none, so any order works that both matrices share.
     cuts={
-        f"{_ATTENTION}mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
-        f"{_ATTENTION}mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
+        "layers.0.mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
+        "layers.0.mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
     },
     fields={
         **FIELDS,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.layouts import weights
 from mtp_train.families.spec import RawConfig
 
 Value = int | float | bool | str | list[int] | list[bool] | list[float]
@@ -251,10 +252,6 @@ LATENT_FIELDS: Mapping[str, Field] = {
     "rope.dimension_count": whole("qk_rope_head_dim"),
 }
 """Fields of latent attention, which GGUF describes as attention over one key-value head, the latent."""
-
-
-def weights(names: Mapping[str, str]) -> dict[str, str]:
-    return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
 
 
 PARTS = ("gate", "up", "down")

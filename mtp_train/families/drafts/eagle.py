@@ -18,7 +18,8 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
-from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
+from mtp_train.families.layouts import key_rules
+from mtp_train.families.spec import Family, HeadLayer, RawConfig
 
 
 class EagleModule(Block):
@@ -51,12 +52,9 @@ def _serving_eagle(trunk: str) -> Mapping[str, EngineSupport]:
 
 EAGLE = DraftParts(
     prefixes=("fc.", "layers."),
-    rules=(
-        KeyRule(native="fc.weight", ours="proj.weight"),
-        KeyRule(native="layers.{module}.{rest}", ours="layer.{rest}"),
-    ),
+    rules=key_rules("", {"fc.weight": "proj.weight", "layers.{module}.{rest}": "layer.{rest}"}),
     module=EagleModule,
-    layer=llama.draft_layer(_without_input_norm),
+    layer=llama.draft_layer(build_layer=_without_input_norm),
     serving=_serving_eagle,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
@@ -175,13 +173,11 @@ def _serving(trunk: str) -> Mapping[str, EngineSupport]:
 
 EAGLE3 = DraftParts(
     prefixes=("fc.", "midlayer.", "norm."),
-    rules=(
-        KeyRule(native="fc.weight", ours="fc.weight"),
-        KeyRule(native="norm.weight", ours="final_norm.weight"),
-        KeyRule(native="midlayer.{rest}", ours="layer.{rest}"),
+    rules=key_rules(
+        "", {"fc.weight": "fc.weight", "norm.weight": "final_norm.weight", "midlayer.{rest}": "layer.{rest}"}
     ),
     module=Eagle3Module,
-    layer=llama.draft_layer(_reading_two),
+    layer=llama.draft_layer(build_layer=_reading_two),
     convention=Convention(hidden="of_layers", recycle="before_final_norm"),
     final_norm=True,
     trunk_layers=_trunk_layers,

@@ -5,10 +5,10 @@ Sources of the engines' tables: vLLM 0.32 and 0.33, SGLang 0.5.23 and llama.cpp 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.families.engines import SGLANG_DRAFTS, EngineSupport, no
@@ -37,17 +37,6 @@ _LAYER_FIELDS = (
 _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def draft_layer(
-    build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module], *, rotary: str | None = "RotaryEmbedding"
-) -> HeadLayer:
-    """Return a head's layer with the sizes and the rotary base of its trunk.
-
-    Args:
-        rotary: The rotary embedding's name without ``Llama``; None for a layer without attention.
-    """
-    return HeadLayer("llama", "Llama", config=llama_config, rotary=rotary, build_layer=build_layer)
-
-
 def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     """Return the config of Llama layers with the trunk's sizes and rotary base, and full attention."""
     fields = text_config.to_dict()
@@ -65,6 +54,10 @@ def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
         rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(fields)},
         initializer_range=text_config.initializer_range,
     )
+
+
+draft_layer = partial(HeadLayer, "llama", "Llama", config=llama_config)
+"""The layer of a head with the sizes and the rotary base of its trunk; takes further fields of ``HeadLayer``."""
 
 
 def _intermediate_size(fields: Mapping[str, Any]) -> int:
@@ -117,14 +110,15 @@ LAST_STATES_IN_VLLM = LAST_STATES_IN_SGLANG | _BACKEND
 
 UNVERIFIED = EngineSupport(None, "not verified for this model")
 NO_EAGLE = no("has no EAGLE")
-_VLLM = "vllm serve TRUNK"
-_SGLANG = "python -m sglang.launch_server --model-path TRUNK"
 
 
-def in_vllm(method: str, remark: str = "") -> EngineSupport:
-    return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}{remark}")
+def in_vllm(method: str) -> EngineSupport:
+    return EngineSupport(True, f"vllm serve TRUNK --speculative-config {{vllm_{method}}}")
 
 
 def in_sglang(algorithm: str) -> EngineSupport:
-    drafts = f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}"
-    return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")
+    return EngineSupport(
+        True,
+        f"python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}",
+    )

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import Convention, EngineSupport, no
-from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
+from mtp_train.families.engines import Convention, EngineSupport, no, remarked
+from mtp_train.families.layouts import key_rules
+from mtp_train.families.spec import Family, HeadLayer, RawConfig
 
 _NO_MEDUSA = no("has no Medusa")
 
@@ -62,15 +63,16 @@ def _config(
 
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    vllm = in_vllm("medusa", remark="  # vLLM 0.32; 0.33 has no Medusa") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
+    in_0_32 = remarked(in_vllm("medusa"), "  # vLLM 0.32; 0.33 has no Medusa")
+    vllm = in_0_32 if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
     return {"vllm": vllm, "sglang": _NO_MEDUSA, "llama.cpp": _NO_MEDUSA, "transformers": _NO_MEDUSA}
 
 
 MEDUSA = DraftParts(
     prefixes=("blocks.",),
-    rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
+    rules=key_rules("blocks.", {"{module}.layers.0.{rest}": "layer.linear.{rest}"}),
     module=MedusaModule,
-    layer=draft_layer(_residual, rotary=None),
+    layer=draft_layer(build_layer=_residual, rotary=None),
     convention=Convention(recycle="trunk"),
     serving=_serving,
     format=DraftFormat(

@@ -119,7 +119,7 @@ _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose releases have an MTP head, and whose trunks may get a head of another kind too."""
 
 _SERVERS = ("vllm", "sglang", "llama.cpp")
-"""Engines that count in the choice of a kind: transformers decodes one request at a time."""
+"""Engines that serve draft models and count in the choice of a kind: transformers decodes one request at a time."""
 
 
 def draft_kind(config: RawConfig) -> HeadKind | None:
@@ -177,7 +177,7 @@ def of_kind(family: Family, kind: str) -> Family:
             final_norm=parts.final_norm,
             trunk_layers=parts.trunk_layers,
             default=parts.convention,
-            conventions={"vllm": parts.convention, "sglang": parts.convention, "llama.cpp": parts.convention},
+            conventions=dict.fromkeys(_SERVERS, parts.convention),
         ),
         layer=parts.layer,
         engines=draft_engines(kind, family.wrapper or family.name),

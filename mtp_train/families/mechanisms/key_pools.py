@@ -235,7 +235,10 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
-def choose_pools(indexer: nn.Module, kind: type[PoolIndexer]) -> None:
-    """Change the class of transformers' indexer to one that inherits from ``kind``; its weights stay unchanged."""
-    if not isinstance(indexer, PoolIndexer):
-        indexer.__class__ = type(kind.__name__, (kind, type(indexer)), {})
+def choose_pools(part: nn.Module, *, kind: type[PoolIndexer]) -> None:
+    """Make transformers' indexers in a layer or a decoder inherit from ``kind``; their weights stay unchanged."""
+    for module in part.modules():
+        # Some layers have no indexer and reuse the keys that the layer before has selected.
+        indexer = getattr(module, "indexer", None)
+        if indexer is not None and not isinstance(indexer, PoolIndexer):
+            indexer.__class__ = type(kind.__name__, (kind, type(indexer)), {})

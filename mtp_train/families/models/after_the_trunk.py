@@ -7,12 +7,12 @@ three chained modules with an lm_head each, dots3-note a head with a window and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     EXPERTS_AFTER_THE_TRUNK,
@@ -27,7 +27,6 @@ from mtp_train.families.spec import (
     Declaration,
     Family,
     HeadLayer,
-    KeyRule,
     Keys,
     SharedKey,
     Streams,
@@ -36,29 +35,34 @@ from mtp_train.families.spec import (
 )
 
 _WIRING = Wiring(conventions={**engines.ALIKE, "vllm": engines.ZERO_FIRST})
+_ZERO_FIRST_IN_VLLM = Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()})
+_SINCE_5_23 = TrunkTraits(needs_transformers="5.23")
 
 HY_V3 = Family(
     name="hy_v3",
     title="Hunyuan 3",
     model_types=("hy_v3",),
     keys=layouts.after_the_trunk(
-        *layouts.expert_rules(AFTER_THE_TRUNK),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.router.gate.weight", ours="layer.mlp.gate.weight"),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.expert_bias", ours="layer.mlp.e_score_correction_bias"),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.shared_mlp.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
+        {
+            **layouts.experts(),
+            "mlp.router.gate.weight": "layer.mlp.gate.weight",
+            "mlp.expert_bias": "layer.mlp.e_score_correction_bias",
+            "mlp.shared_mlp.{rest}": "layer.mlp.shared_experts.{rest}",
+        },
         final_norm="final_layernorm",
     ),
     wiring=_WIRING,
     layer=HeadLayer("hy_v3", "HYV3", config=layouts.sparse),
 )
 
-_V4_LAYER = "model.mtp_layers.{module}."
-
-
-def _gate(layer: str) -> KeyRule:
-    return KeyRule(native=f"{layer}self_attn.linear_gate.{{rest}}", ours="layer.self_attn.gate_proj.{rest}")
-
-
+_HY_V4_GATE = {"self_attn.linear_gate.{rest}": "layer.self_attn.gate_proj.{rest}"}
+_HY_V4_LAYER = HeadLayer(
+    "hy_v4",
+    "HYV4",
+    config=layouts.sparse_indexed,
+    build_layer=layouts.attention_then_mlp("Attention", "MoE"),
+    frozen=INDEXER,
+)
 HY_V4 = Family(
     name="hy_v4",
     title="Hunyuan 4",
@@ -66,24 +70,22 @@ HY_V4 = Family(
     declaration=Declaration(others=("mtp_quant_algo",)),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
-        rules=(
-            *layouts.end_rules(_V4_LAYER),
-            KeyRule(native=f"{_V4_LAYER}self_attn.learnable_sink_param", ours="layer.self_attn.sinks"),
-            _gate(_V4_LAYER),
-            *layouts.expert_rules(_V4_LAYER),
-            KeyRule(native=f"{_V4_LAYER}{{rest}}", ours="layer.{rest}"),
+        rules=layouts.key_rules(
+            "model.mtp_layers.{module}.",
+            {
+                **layouts.ENDS,
+                **layouts.FINAL_NORM,
+                "self_attn.learnable_sink_param": "layer.self_attn.sinks",
+                **_HY_V4_GATE,
+                **layouts.experts(),
+                **layouts.LAYER,
+            },
         ),
-        trunk_rules=(_gate(AFTER_THE_TRUNK),),
+        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _HY_V4_GATE),
     ),
-    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
-    layer=HeadLayer(
-        "hy_v4",
-        "HYV4",
-        config=layouts.sparse_indexed,
-        build_layer=layouts.attention_then_mlp("HYV4Attention", "HYV4MoE"),
-        frozen=INDEXER,
-    ),
-    trunk=TrunkTraits(needs_transformers="5.23"),
+    wiring=_ZERO_FIRST_IN_VLLM,
+    layer=_HY_V4_LAYER,
+    trunk=_SINCE_5_23,
     engines={"llama.cpp": no("its converter drops this head")},
 )
 # The vision-language release: the same head around a text model with rotary positions of three axes.
@@ -92,39 +94,31 @@ HY_V4_VL = replace(
     name="hy_v4_vl",
     title="Hunyuan 4 VL",
     model_types=("hy_v4_vl_text", "hy_v4_vl"),
-    layer=HeadLayer(
-        "hy_v4_vl",
-        "HYV4VL",
-        config=layouts.sparse_indexed,
-        build_layer=layouts.attention_then_mlp("HYV4VLAttention", "HYV4VLMoE"),
-        frozen=INDEXER,
-        rotary_axes=3,
-    ),
+    layer=replace(_HY_V4_LAYER, model="hy_v4_vl", prefix="HYV4VL", rotary_axes=3),
     trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.24"),
     engines=dict.fromkeys(("vllm", "sglang", "llama.cpp"), engines.UNVERIFIED),
 )
 
-_LING_ATTENTION = f"{AFTER_THE_TRUNK}attention."
 BAILING_HYBRID = Family(
     name="bailing_hybrid",
     title="Ling 3 (Bailing hybrid)",
     model_types=("bailing_hybrid",),
     keys=layouts.after_the_trunk(
-        *layouts.expert_rules(AFTER_THE_TRUNK),
-        KeyRule(native=f"{AFTER_THE_TRUNK}mlp.gate.expert_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{_LING_ATTENTION}dense.{{rest}}", ours="layer.self_attn.o_proj.{rest}"),
-        KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.{rest}"),
+        {
+            **layouts.experts(),
+            "mlp.gate.expert_bias": "layer.mlp.gate.e_score_correction_bias",
+            "attention.dense.{rest}": "layer.self_attn.o_proj.{rest}",
+            "attention.{rest}": "layer.self_attn.{rest}",
+        },
         final_norm="final_layernorm",
         embed="{trunk}word_embeddings.weight",
-        trunk_rules=(KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
+        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {"attention.{rest}": "layer.self_attn.forget_gate.{rest}"}),
     ),
     wiring=Wiring(conventions=engines.ALIKE),
     layer=HeadLayer("bailing_hybrid", "BailingHybrid", config=layouts.sparse_full),
     trunk=TrunkTraits(recurrent=KIMI_DELTA, needs_transformers="5.23"),
     engines={"transformers": engines.USE_MTP},
 )
-
-_STEP_MOE = f"{AFTER_THE_TRUNK}moe."
 
 
 def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -147,13 +141,15 @@ STEP3P7 = Family(
     title="Step-3.5 / 3.7",
     model_types=("step3p5",),
     keys=layouts.after_the_trunk(
-        KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
-        KeyRule(native=f"{_STEP_MOE}gate.weight", ours="layer.mlp.gate.weight"),
-        KeyRule(native=f"{_STEP_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{_STEP_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
-        KeyRule(native=f"{_STEP_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
-        KeyRule(native=f"{_STEP_MOE}down_proj.weight", ours="layer.mlp.experts.down_proj"),
-        KeyRule(native=f"{AFTER_THE_TRUNK}share_expert.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
+        {
+            "transformer.shared_head.output.weight": "lm_head.weight",
+            "moe.gate.weight": "layer.mlp.gate.weight",
+            "moe.router_bias": "layer.mlp.gate.e_score_correction_bias",
+            "moe.gate_proj.weight": "layer.mlp.experts.gate_up_proj",
+            "moe.up_proj.weight": "layer.mlp.experts.gate_up_proj",
+            "moe.down_proj.weight": "layer.mlp.experts.down_proj",
+            "share_expert.{rest}": "layer.mlp.shared_experts.{rest}",
+        },
         final_norm="transformer.shared_head.norm",
     ),
     wiring=Wiring(
@@ -170,7 +166,6 @@ STEP3P7 = Family(
     engines={"transformers": no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")},
 )
 
-_DOTS_KEYS = layouts.after_the_trunk(trunk_prefixes=WRAPPED, shared=REPEATED_AFTER_THE_TRUNK[1:])
 DOTS3_NOTE = Family(
     name="dots3_note",
     title="dots3-note",
@@ -181,12 +176,14 @@ DOTS3_NOTE = Family(
         implied=1,
         others=("mtp_layer_types",),
     ),
-    keys=replace(
-        _DOTS_KEYS,
-        head_prefixes=(*_DOTS_KEYS.head_prefixes, "{trunk}mtp."),
-        rules=(KeyRule(native="{trunk}mtp.embed_tokens.weight", ours="embedding.weight"), *_DOTS_KEYS.rules),
+    keys=Keys(
+        trunk_prefixes=WRAPPED,
+        head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
+        rules=layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"})
+        + layouts.after_the_trunk().rules,
+        shared=REPEATED_AFTER_THE_TRUNK[1:],
     ),
-    wiring=Wiring(own_embedding=True, conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
+    wiring=replace(_ZERO_FIRST_IN_VLLM, own_embedding=True),
     layer=HeadLayer(
         "dots3_note",
         "Dots3Note",
@@ -196,7 +193,7 @@ DOTS3_NOTE = Family(
         layer="TextDecoderLayer",
         rotary="TextRotaryEmbedding",
     ),
-    trunk=TrunkTraits(needs_transformers="5.23"),
+    trunk=_SINCE_5_23,
     engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
@@ -219,18 +216,19 @@ DEEPSEEK_V32 = Family(
     # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
     wiring=_WIRING,
     layer=HeadLayer("deepseek_v32", "DeepseekV32", config=layouts.sparse_indexed, frozen=INDEXER),
-    trunk=TrunkTraits(needs_transformers="5.23"),
+    trunk=_SINCE_5_23,
 )
 
 _MODULE = "mtp.{module}."
-_ENDS = {
+_DEEPSEEK_V4_ENDS = {
     "e_proj": "token_proj",
     "h_proj": "hidden_proj",
     "enorm": "embed_norm",
     "hnorm": "hidden_norm",
     "norm": "final_norm",
 }
-_LAYER_NAMES = {
+_MIXING = ("fn", "base", "scale")
+_DEEPSEEK_V4_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn.q_norm": "self_attn.q_a_norm",
@@ -246,7 +244,7 @@ _LAYER_NAMES = {
     "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
 }
 """Names of the matrices and norms of every layer: a release's to transformers'."""
-_COMPRESSOR_NAMES = {
+_DEEPSEEK_V4_COMPRESSOR = {
     "attn.compressor.wkv": "self_attn.compressor.kv_proj",
     "attn.compressor.wgate": "self_attn.compressor.gate_proj",
     "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
@@ -255,10 +253,10 @@ _COMPRESSOR_NAMES = {
     "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
 }
 """The same for matrices that only the trunk's layers have."""
-_EXPERT_NAMES = {
-    "w1": "mlp.experts.{expert}.gate_proj",
-    "w2": "mlp.experts.{expert}.down_proj",
-    "w3": "mlp.experts.{expert}.up_proj",
+_DEEPSEEK_V4_EXPERTS = {
+    "ffn.experts.{expert}.w1": "mlp.experts.{expert}.gate_proj",
+    "ffn.experts.{expert}.w2": "mlp.experts.{expert}.down_proj",
+    "ffn.experts.{expert}.w3": "mlp.experts.{expert}.up_proj",
 }
 _SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
@@ -266,10 +264,6 @@ _VLLM_V4 = replace(engines.BEFORE_NORM, zero_first_embedding=True)
 
 _RELEASES_NAMES = "  # with a release's tensor names, which transformers' save_pretrained changes"
 _RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as releases have them"
-
-
-def _remarked(support: EngineSupport, remark: str) -> EngineSupport:
-    return replace(support, text=support.text + remark)
 
 
 DEEPSEEK_V4 = Family(
@@ -283,27 +277,26 @@ DEEPSEEK_V4 = Family(
         lm_head="head.weight",
         saved_names=_SAVED_NAMES,
         head_prefixes=("mtp.",),
-        rules=(
-            *layouts.weight_rules(_MODULE, _ENDS),
-            *(KeyRule(native=f"{_MODULE}hc_head_{one}", ours=f"mixer.hc_{one}") for one in ("fn", "base", "scale")),
-            *(
-                KeyRule(native=f"{_MODULE}hc_{part}_{one}", ours=f"layer.{part}_hc.{one}")
-                for part in ("attn", "ffn")
-                for one in ("fn", "base", "scale")
-            ),
-            KeyRule(native=f"{_MODULE}attn.attn_sink", ours="layer.self_attn.sinks"),
-            KeyRule(native=f"{_MODULE}ffn.gate.bias", ours="layer.mlp.gate.e_score_correction_bias"),
-            *layouts.expert_rules(_MODULE, "ffn.experts", ("w1", "w3", "w2")),
-            KeyRule(native=f"{_MODULE}ffn.experts.{{rest}}", ours="layer.mlp.experts.{rest}"),
-            *layouts.weight_rules(_MODULE, _LAYER_NAMES, "layer."),
+        rules=layouts.key_rules(
+            _MODULE,
+            {
+                **layouts.weights(_DEEPSEEK_V4_ENDS),
+                **{f"hc_head_{one}": f"mixer.hc_{one}" for one in _MIXING},
+                **{f"hc_{part}_{one}": f"layer.{part}_hc.{one}" for part in ("attn", "ffn") for one in _MIXING},
+                "attn.attn_sink": "layer.self_attn.sinks",
+                "ffn.gate.bias": "layer.mlp.gate.e_score_correction_bias",
+                **layouts.experts("ffn.experts", ("w1", "w3", "w2")),
+                "ffn.experts.{rest}": "layer.mlp.experts.{rest}",
+                **layouts.weights(_DEEPSEEK_V4_LAYER, "layer."),
+            },
         ),
         shared=(
             SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
             SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
         ),
-        trunk_rules=(
-            *layouts.weight_rules(AFTER_THE_TRUNK, _LAYER_NAMES | _COMPRESSOR_NAMES, "layer."),
-            *layouts.weight_rules(f"{AFTER_THE_TRUNK}ffn.experts.{{expert}}.", _EXPERT_NAMES, "layer."),
+        trunk_rules=layouts.key_rules(
+            AFTER_THE_TRUNK,
+            layouts.weights(_DEEPSEEK_V4_LAYER | _DEEPSEEK_V4_COMPRESSOR | _DEEPSEEK_V4_EXPERTS, "layer."),
         ),
     ),
     wiring=Wiring(
@@ -323,9 +316,9 @@ DEEPSEEK_V4 = Family(
         running_windows=compressing_in_windows,
     ),
     engines={
-        "vllm": _remarked(engines.VLLM, _RELEASES_NAMES),
-        "sglang": _remarked(engines.SGLANG, _RELEASES_NAMES),
-        "llama.cpp": _remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
+        "vllm": remarked(engines.VLLM, _RELEASES_NAMES),
+        "sglang": remarked(engines.SGLANG, _RELEASES_NAMES),
+        "llama.cpp": remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
     },
 )
 
@@ -354,28 +347,17 @@ GLM4_MOE_LITE = Family(
     layer=HeadLayer("glm4_moe_lite", "Glm4MoeLite", config=layouts.sparse),
 )
 
-GLM_MOE_DSA = Family(
+# vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2.
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
     name="glm_moe_dsa",
     title="GLM-5",
     model_types=("glm_moe_dsa",),
-    keys=EXPERTS_AFTER_THE_TRUNK,
-    # vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2. llama.cpp's head has no
-    # indexer: it attends to every key in texts longer than index_topk too.
-    wiring=_WIRING,
     layer=HeadLayer("glm_moe_dsa", "GlmMoeDsa", config=layouts.sparse_indexed, frozen=INDEXER),
-    trunk=TrunkTraits(needs_transformers="5.23"),
 )
 
 
-def _choose_pools(decoder: Any) -> None:
-    for layer in decoder.layers:
-        # Some layers have no indexer and reuse the keys that the layer before has selected.
-        indexer = layer.self_attn.indexer if layer.block_type == "indexed_attention" else None
-        if indexer is not None:
-            choose_pools(indexer, GatedPools)
-
-
-_KIMI_DELTA = f"{AFTER_THE_TRUNK}self_attn."
+_POOLS = partial(choose_pools, kind=GatedPools)
 GLM5_NEXT = Family(
     name="glm5_next",
     title="GLM-5.3-Flash (GLM-5-Next)",
@@ -383,24 +365,27 @@ GLM5_NEXT = Family(
     keys=replace(
         EXPERTS_AFTER_THE_TRUNK,
         trunk_prefixes=WRAPPED,
-        trunk_rules=tuple(
-            KeyRule(native=f"{_KIMI_DELTA}{part}.{{rest}}", ours=f"layer.self_attn.forget_gate.{part}.{{rest}}")
-            for part in ("f_a_proj", "f_b_proj")
+        trunk_rules=layouts.key_rules(
+            AFTER_THE_TRUNK,
+            {
+                "self_attn.f_a_proj.{rest}": "layer.self_attn.forget_gate.f_a_proj.{rest}",
+                "self_attn.f_b_proj.{rest}": "layer.self_attn.forget_gate.f_b_proj.{rest}",
+            },
         ),
     ),
     # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
     # result differs only in texts longer than index_topk.
-    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
+    wiring=_ZERO_FIRST_IN_VLLM,
     layer=HeadLayer(
         "glm5_next",
         "Glm5NextText",
         config=layouts.sparse_indexed,
         rotary=None,
-        build_layer=layouts.attention_then_mlp("Glm5NextTextAttention", "Glm5NextTextMoE"),
-        prepare=lambda layer: choose_pools(layer.self_attn.indexer, GatedPools),
+        build_layer=layouts.attention_then_mlp("Attention", "MoE"),
+        prepare=_POOLS,
         frozen=INDEXER,
     ),
-    trunk=TrunkTraits(only_with_vision=True, prepare=_choose_pools, recurrent=KIMI_DELTA, needs_transformers="5.23"),
+    trunk=TrunkTraits(only_with_vision=True, prepare=_POOLS, recurrent=KIMI_DELTA, needs_transformers="5.23"),
     engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 

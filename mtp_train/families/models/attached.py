@@ -10,9 +10,8 @@ trunk's layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,18 +19,17 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import layouts
-from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
-from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
+from mtp_train.families.engines import Convention, EngineSupport, no, remarked, use_mtp_named
+from mtp_train.families.layouts import AFTER_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
-from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
+from mtp_train.families.spec import Declaration, Family, HeadLayer, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import CACHE, attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
 _USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
-_USE_MTP_UNSCALED = EngineSupport(
-    True,
-    f"{_USE_MTP_TOLD.text}; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted",
+_USE_MTP_UNSCALED = remarked(
+    _USE_MTP_TOLD, "; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted"
 )
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
@@ -69,23 +67,22 @@ def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfi
     return layouts.full(layouts.with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
 
 
-_layer = partial(HeadLayer, config=_full_attention)
-
-
 def attached(
     model_type: str,
     title: str,
-    layer: HeadLayer,
+    prefix: str,
     *,
-    layer_rules: tuple[KeyRule, ...] = (),
-    trunk_rules: tuple[KeyRule, ...] = (),
+    model: str | None = None,
+    config: Callable[[PretrainedConfig, int], PretrainedConfig] = _full_attention,
     **parts: Any,
 ) -> Family:
     """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
 
     Args:
         model_type: The config's ``model_type``; also the family's name.
-        layer_rules: Rules for keys of the head's layer that a release and transformers name differently.
+        prefix: ``HeadLayer.prefix``.
+        model: ``HeadLayer.model``; None if it is the model type.
+        config: ``HeadLayer.config``.
         **parts: Further fields of :class:`Family`. Without ``engines``, transformers alone loads the head.
     """
     return Family(
@@ -94,9 +91,8 @@ def attached(
         model_types=(model_type,),
         attached=True,
         declaration=_DECLARATION,
-        keys=layouts.beside_the_trunk(*layer_rules, trunk_rules=trunk_rules),
-        layer=layer,
-        **{"engines": _TRANSFORMERS_ONLY, **parts},
+        layer=HeadLayer(model or model_type, prefix, config=config),
+        **{"keys": layouts.beside_the_trunk(), "engines": _TRANSFORMERS_ONLY, **parts},
     )
 
 
@@ -115,23 +111,20 @@ QWEN2 = Family(
         "llama.cpp": no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json")
     },
 )
-LLAMA = attached("llama", "Llama 2 / 3", _layer("llama", "Llama"))
-MISTRAL = attached("mistral", "Mistral", _layer("mistral", "Mistral"))
-QWEN3 = attached("qwen3", "Qwen3 dense", _layer("qwen3", "Qwen3"))
+LLAMA = attached("llama", "Llama 2 / 3", "Llama")
+MISTRAL = attached("mistral", "Mistral", "Mistral")
+QWEN3 = attached("qwen3", "Qwen3 dense", "Qwen3")
 QWEN3_MOE = attached(
     "qwen3_moe",
     "Qwen3 MoE",
-    _layer(
-        "qwen3_moe",
-        "Qwen3Moe",
-        config=layouts.layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
-    ),
-    layer_rules=layouts.expert_rules(BESIDE_THE_TRUNK),
+    "Qwen3Moe",
+    config=layouts.layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
+    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
     wiring=Wiring(conventions={"sglang": Convention()}),
     engines={"transformers": _USE_MTP_TOLD, "vllm": _NO_VLLM, "llama.cpp": _NO_LLAMA_CPP},
 )
-OLMO2 = attached("olmo2", "OLMo 2", _layer("olmo2", "Olmo2"))
-GEMMA3 = attached("gemma3_text", "Gemma 3 (text)", _layer("gemma3", "Gemma3"))
+OLMO2 = attached("olmo2", "OLMo 2", "Olmo2")
+GEMMA3 = attached("gemma3_text", "Gemma 3 (text)", "Gemma3", model="gemma3")
 
 
 def _keep_score_bounds(decoder: Any) -> None:
@@ -143,7 +136,7 @@ def _keep_score_bounds(decoder: Any) -> None:
 GEMMA2 = attached(
     "gemma2",
     "Gemma 2",
-    _layer("gemma2", "Gemma2"),
+    "Gemma2",
     trunk=TrunkTraits(prepare=_keep_score_bounds),
     engines=_UNSCALED,
 )
@@ -195,95 +188,89 @@ def keep_short_factors(decoder: Any) -> None:
 PHI3 = attached(
     "phi3",
     "Phi-3 / Phi-4",
-    _layer("phi3", "Phi3", config=lambda config, num_modules: short_factors(_full_attention(config, num_modules))),
+    "Phi3",
+    config=lambda config, num_modules: short_factors(_full_attention(config, num_modules)),
     trunk=TrunkTraits(prepare=keep_short_factors),
 )
-GPT_OSS = attached("gpt_oss", "gpt-oss", _layer("gpt_oss", "GptOss"))
-OLMO3 = attached("olmo3", "OLMo 3", _layer("olmo3", "Olmo3"))
+GPT_OSS = attached("gpt_oss", "gpt-oss", "GptOss")
+OLMO3 = attached("olmo3", "OLMo 3", "Olmo3")
 # The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
 GRANITE = attached(
     "granite",
     "Granite 3",
-    _layer("granite", "Granite"),
+    "Granite",
     trunk=TrunkTraits(logit_divisor=lambda config: config["logits_scaling"]),
     engines=_UNSCALED,
 )
 SMOLLM3 = attached(
     "smollm3",
     "SmolLM3",
-    _layer("smollm3", "SmolLM3", config=_rotated),
+    "SmolLM3",
+    config=_rotated,
     trunk=TrunkTraits(layer_kinds="no_rope_layers"),
 )
 
 
-def _mixtral_layer(layer: str) -> tuple[KeyRule, ...]:
-    """Return the rules of a layer with the native prefix ``layer``."""
-    rest = KeyRule(native=f"{layer}block_sparse_moe.{{rest}}", ours="layer.mlp.{rest}")
-    return (*layouts.expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")), rest)
-
-
+_MIXTRAL_LAYER = {
+    **layouts.experts("block_sparse_moe.experts", ("w1", "w3", "w2")),
+    "block_sparse_moe.{rest}": "layer.mlp.{rest}",
+}
 MIXTRAL = attached(
     "mixtral",
     "Mixtral",
-    _layer("mixtral", "Mixtral"),
-    layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
-    trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
+    "Mixtral",
+    keys=layouts.beside_the_trunk(_MIXTRAL_LAYER, trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _MIXTRAL_LAYER)),
 )
 # The configs of releases count modules (num_mtp_modules); no release has their tensors.
 MINIMAX_M2 = attached(
     "minimax_m2",
     "MiniMax-M2",
-    _layer("minimax_m2", "MiniMaxM2"),
-    layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
-    trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
+    "MiniMaxM2",
+    keys=MIXTRAL.keys,
     # Releases have rotary_dim, half of the head size. transformers 5.17 ignores it and rotates every channel.
     trunk=TrunkTraits(needs_transformers="5.18"),
 )
 QWEN2_MOE = attached(
     "qwen2_moe",
     "Qwen2 MoE",
-    _layer("qwen2_moe", "Qwen2Moe", config=layouts.every_layer_sparse),
-    layer_rules=layouts.expert_rules(BESIDE_THE_TRUNK),
+    "Qwen2Moe",
+    config=layouts.every_layer_sparse,
+    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
 )
 # Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position later
 # than this package: one row in each step has another scale.
-MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", _layer("ministral3", "Ministral3"))
-GLM4 = attached("glm4", "GLM-4 dense", _layer("glm4", "Glm4"))
+MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", "Ministral3")
+GLM4 = attached("glm4", "GLM-4 dense", "Glm4")
 SEED_OSS = attached(
     "seed_oss",
     "Seed-OSS",
-    _layer(
-        "seed_oss",
-        "SeedOss",
-        config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
-    ),
+    "SeedOss",
+    config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
     engines=transformers_only(
-        EngineSupport(
-            True,
-            f"{_USE_MTP_TOLD.text}, with the config's dropout: set attention_dropout and residual_dropout to 0 first",
-        )
+        remarked(_USE_MTP_TOLD, ", with the config's dropout: set attention_dropout and residual_dropout to 0 first")
     ),
 )
-EXAONE4 = attached("exaone4", "EXAONE 4", _layer("exaone4", "Exaone4"))
+EXAONE4 = attached("exaone4", "EXAONE 4", "Exaone4")
 # Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
 HUNYUAN_DENSE = attached(
     "hunyuan_v1_dense",
     "Hunyuan dense",
-    _layer("hunyuan_v1_dense", "HunYuanDenseV1"),
+    "HunYuanDenseV1",
     wiring=Wiring(default=Convention(position_offset=1)),
 )
+_SCALED_LOGITS = TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"])
 COHERE = attached(
     "cohere",
     "Command R",
-    _layer("cohere", "Cohere"),
-    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    "Cohere",
+    trunk=_SCALED_LOGITS,
     engines=_OURS_ONLY,
 )
 COHERE2 = attached(
     "cohere2",
     "Command R7B / A",
-    _layer("cohere2", "Cohere2"),
-    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    "Cohere2",
+    trunk=_SCALED_LOGITS,
     engines=_OURS_ONLY,
 )
 
@@ -302,7 +289,7 @@ COHERE2_MOE = Family(
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=Wiring(conventions={"llama.cpp": Convention()}),
     layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, prepare=_always_rotate),
-    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    trunk=_SCALED_LOGITS,
     engines={
         "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
         "sglang": no("has no head for this model; it loads the trunk and leaves the head's layer out"),

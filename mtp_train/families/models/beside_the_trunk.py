@@ -15,13 +15,14 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
@@ -30,7 +31,6 @@ from mtp_train.families.spec import (
     Declaration,
     Family,
     HeadLayer,
-    KeyRule,
     Keys,
     RawConfig,
     RecurrentKernels,
@@ -70,7 +70,7 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     title="Qwen3.5 / 3.6 / 3.8 MoE",
     model_types=("qwen3_5_moe_text",),
-    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK), trunk_prefixes=WRAPPED),
+    keys=replace(layouts.EXPERTS_BESIDE_THE_TRUNK, trunk_prefixes=WRAPPED),
     layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
 )
 
@@ -84,7 +84,7 @@ QWEN3_NEXT = replace(
         implied=1,
         others=(_INTERVAL,),
     ),
-    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK)),
+    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
     # A mixture of experts even if the trunk's first layers are dense.
     layer=HeadLayer("qwen3_next", "Qwen3Next", config=layouts.every_layer_sparse),
 )
@@ -100,18 +100,14 @@ _READING_STREAMS = Wiring(
 )
 
 
-def _choose_trunk_pools(decoder: Any) -> None:
-    # transformers' own indexer loops over the queries of a text.
-    for layer in decoder.layers:
-        if layer.layer_type == "indexed_attention":
-            choose_pools(layer.self_attn.indexer, AveragedPools)
-
-
+# transformers' own indexer loops over the queries of a text.
+_POOLS = partial(choose_pools, kind=AveragedPools)
 _QWEN4_ENDS = {
-    "fc_embedding": "token_proj",
-    "fc_hidden": "hidden_proj",
-    "pre_fc_norm_embedding": "embed_norm",
-    "pre_fc_norm_hidden": "hidden_norm",
+    "fc_embedding.weight": "token_proj.weight",
+    "fc_hidden.weight": "hidden_proj.weight",
+    "pre_fc_norm_embedding.weight": "embed_norm.weight",
+    "pre_fc_norm_hidden.weight": "hidden_norm.weight",
+    "hyper_connection_mixer.{rest}": "mixer.{rest}",
 }
 QWEN4_EXP = Family(
     name="qwen4_exp",
@@ -122,10 +118,8 @@ QWEN4_EXP = Family(
         trunk_prefixes=WRAPPED,
         head_prefixes=("mtp.",),
         rules=(
-            *layouts.weight_rules("mtp.", _QWEN4_ENDS),
-            KeyRule(native="mtp.hyper_connection_mixer.{rest}", ours="mixer.{rest}"),
-            *layouts.expert_rules(BESIDE_THE_TRUNK),
-            KeyRule(native=f"{BESIDE_THE_TRUNK}{{rest}}", ours="layer.{rest}"),
+            *layouts.key_rules("mtp.", _QWEN4_ENDS),
+            *layouts.key_rules(BESIDE_THE_TRUNK, {**layouts.experts(), **layouts.LAYER}),
         ),
     ),
     wiring=_READING_STREAMS,
@@ -133,7 +127,7 @@ QWEN4_EXP = Family(
         "qwen4_exp",
         "Qwen4ExpText",
         config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
-        prepare=lambda layer: choose_pools(layer.self_attn.indexer, AveragedPools),
+        prepare=_POOLS,
         frozen=INDEXER,
         rotary_axes=3,
     ),
@@ -146,7 +140,7 @@ QWEN4_EXP = Family(
             mixer_options={"use_combine": False},
             joined=True,
         ),
-        prepare=_choose_trunk_pools,
+        prepare=_POOLS,
         recurrent=_DELTA_KERNELS,
         needs_transformers="5.23",
     ),
@@ -219,7 +213,7 @@ MELLUM = Family(
     title="Mellum 2",
     model_types=("mellum",),
     declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
-    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK)),
+    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
     # vLLM runs transformers' own head.
     wiring=Wiring(conventions={"vllm": Convention()}),
     layer=HeadLayer("mellum", "Mellum", config=_as_declared),
@@ -241,11 +235,14 @@ ERNIE4_5_MOE = Family(
     model_types=("ernie4_5_moe",),
     keys=Keys(
         head_prefixes=("model.mtp_",),
-        rules=(
-            KeyRule(native="model.mtp_linear_proj.{module}.weight", ours="proj.weight"),
-            KeyRule(native="model.mtp_emb_norm.{module}.weight", ours="embed_norm.weight"),
-            KeyRule(native="model.mtp_hidden_norm.{module}.weight", ours="hidden_norm.weight"),
-            KeyRule(native="model.mtp_block.{module}.{rest}", ours="layer.{rest}"),
+        rules=layouts.key_rules(
+            "model.mtp_",
+            {
+                "linear_proj.{module}.weight": "proj.weight",
+                "emb_norm.{module}.weight": "embed_norm.weight",
+                "hidden_norm.{module}.weight": "hidden_norm.weight",
+                "block.{module}.{rest}": "layer.{rest}",
+            },
         ),
     ),
     wiring=Wiring(
@@ -258,9 +255,6 @@ ERNIE4_5_MOE = Family(
     layer=HeadLayer("ernie4_5_moe", "Ernie4_5_Moe", config=_never_sparse),
     engines={"llama.cpp": no("its converter drops this head")},
 )
-
-
-_IN_MODEL = "model.mtp.layers.{module}."
 
 
 def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -301,11 +295,16 @@ LONGCAT_FLASH = Family(
     declaration=Declaration(implied=1),
     keys=Keys(
         head_prefixes=("model.mtp.",),
-        rules=(
-            *layouts.end_rules(_IN_MODEL, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
-            KeyRule(native="model.mtp.norm.weight", ours="final_norm.weight"),
-            KeyRule(native=f"{_IN_MODEL}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
-            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
+        rules=layouts.key_rules(
+            "model.mtp.",
+            {
+                "layers.{module}.eh_proj.weight": "proj.weight",
+                "layers.{module}.enorm.m.weight": "embed_norm.weight",
+                "layers.{module}.hnorm.m.weight": "hidden_norm.weight",
+                "norm.weight": "final_norm.weight",
+                "layers.{module}.transformer_layer.mlp.{rest}": "layer.mlp.{rest}",
+                "layers.{module}.{rest}": "layer.{rest}",
+            },
         ),
         shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
     ),
@@ -314,7 +313,7 @@ LONGCAT_FLASH = Family(
         "longcat_flash",
         "LongcatFlash",
         config=_two_for_one,
-        build_layer=layouts.attention_then_mlp("LongcatFlashMLA", "LongcatFlashMLP"),
+        build_layer=layouts.attention_then_mlp("MLA", "MLP"),
     ),
     trunk=TrunkTraits(loading=_without_idle_gates),
     engines={"llama.cpp": no("has no graph for this model")},
@@ -326,28 +325,24 @@ _MINIMAX = "{trunk}mtp.layers.{module}."
 _RAW_STATE = Convention(recycle="before_final_norm", zero_first_embedding=True)
 
 
-def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
-    """Return the rules for two matrices of a release that transformers merges into one."""
-    merged = f"{ours}gate_up_proj.weight"
-    return (
-        KeyRule(native=f"{native}gate_proj.weight", ours=merged),
-        KeyRule(native=f"{native}up_proj.weight", ours=merged),
-    )
-
-
-def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
-    moe = f"{layer}block_sparse_moe."
-    return (
-        *layouts.expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")),
-        *_gate_up_rules(f"{moe}shared_experts.", "layer.mlp.shared_experts."),
-        KeyRule(native=f"{moe}e_score_correction_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{moe}{{rest}}", ours="layer.mlp.{rest}"),
-        *(
-            KeyRule(native=f"{layer}self_attn.index_{part}.{{rest}}", ours=f"layer.self_attn.indexer.{part}.{{rest}}")
-            for part in ("q_proj", "k_proj", "q_norm", "k_norm")
-        ),
-        KeyRule(native=f"{layer}{{rest}}", ours="layer.{rest}"),
-    )
+_MINIMAX_LAYER = {
+    **layouts.experts("block_sparse_moe.experts", ("w1", "w3", "w2")),
+    # transformers merges these two matrices into one.
+    "block_sparse_moe.shared_experts.gate_proj.weight": "layer.mlp.shared_experts.gate_up_proj.weight",
+    "block_sparse_moe.shared_experts.up_proj.weight": "layer.mlp.shared_experts.gate_up_proj.weight",
+    "block_sparse_moe.e_score_correction_bias": "layer.mlp.gate.e_score_correction_bias",
+    "block_sparse_moe.{rest}": "layer.mlp.{rest}",
+    **{
+        f"self_attn.index_{part}.{{rest}}": f"layer.self_attn.indexer.{part}.{{rest}}"
+        for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+    },
+    **layouts.LAYER,
+}
+# Only the trunk has layers without experts.
+_MINIMAX_DENSE = {
+    "mlp.gate_proj.weight": "layer.mlp.gate_up_proj.weight",
+    "mlp.up_proj.weight": "layer.mlp.gate_up_proj.weight",
+}
 
 
 def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
@@ -365,11 +360,10 @@ MINIMAX_M3 = Family(
         trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
         head_prefixes=("{trunk}mtp.",),
         rules=(
-            *layouts.end_rules(_MINIMAX),
-            *_minimax_rules(f"{_MINIMAX}transformer_layer."),
+            *layouts.key_rules(_MINIMAX, {**layouts.ENDS, **layouts.FINAL_NORM}),
+            *layouts.key_rules(f"{_MINIMAX}transformer_layer.", _MINIMAX_LAYER),
         ),
-        # Only the trunk has layers without experts.
-        trunk_rules=(*_gate_up_rules(f"{AFTER_THE_TRUNK}mlp.", "layer.mlp."), *_minimax_rules(AFTER_THE_TRUNK)),
+        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {**_MINIMAX_DENSE, **_MINIMAX_LAYER}),
         wrapper_names={
             "vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
             "multi_modal_projector.merge_linear_": "patch_merge_mlp.linear_",
@@ -388,16 +382,21 @@ MINIMAX_M3 = Family(
 )
 
 
-_MIMO = "model.mtp_layers.{module}."
 MIMO = Family(
     name="mimo",
     title="MiMo-7B",
     model_types=("mimo",),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
-        rules=(
-            *layouts.end_rules(_MIMO, proj="input_proj", embed_norm="token_layernorm", hidden_norm="hidden_layernorm"),
-            KeyRule(native=f"{_MIMO}{{rest}}", ours="layer.{rest}"),
+        rules=layouts.key_rules(
+            "model.mtp_layers.{module}.",
+            {
+                "input_proj.weight": "proj.weight",
+                "token_layernorm.weight": "embed_norm.weight",
+                "hidden_layernorm.weight": "hidden_norm.weight",
+                **layouts.FINAL_NORM,
+                **layouts.LAYER,
+            },
         ),
     ),
     wiring=Wiring(
@@ -429,11 +428,15 @@ MIMO_V2 = Family(
     ),
     keys=Keys(
         head_prefixes=("model.mtp.",),
-        rules=(
-            *layouts.end_rules(_IN_MODEL),
-            KeyRule(native=f"{_IN_MODEL}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
-            KeyRule(native=f"{_IN_MODEL}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
-            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
+        rules=layouts.key_rules(
+            "model.mtp.layers.{module}.",
+            {
+                **layouts.ENDS,
+                **layouts.FINAL_NORM,
+                "pre_mlp_layernorm.weight": "layer.post_attention_layernorm.weight",
+                "self_attn.attention_sink_bias": "layer.self_attn.sinks",
+                **layouts.LAYER,
+            },
         ),
     ),
     wiring=Wiring(
@@ -492,9 +495,6 @@ def _unlimited_time_steps(decoder: Any) -> None:
             layer.mixer.time_step_limit = (0.0, math.inf)
 
 
-_SUB = "mtp.layers.{sub}."
-_OURS = "layer.layers.{sub}."
-_EXPERTS = "mixer.experts"
 NEMOTRON_H = Family(
     name="nemotron_h",
     title="Nemotron-H / Nemotron 3",
@@ -505,23 +505,22 @@ NEMOTRON_H = Family(
         embed="{trunk}embeddings.weight",
         head_prefixes=("mtp.",),
         rules=(
-            *layouts.end_rules("mtp.layers.0.", final_norm=None),
-            KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
-            *(
-                KeyRule(native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}")
-                for one in ("up_proj", "down_proj")
+            *layouts.key_rules("mtp.layers.0.", layouts.ENDS),
+            *layouts.key_rules("mtp.layers.{last}.", layouts.FINAL_NORM),
+            *layouts.key_rules(
+                "mtp.layers.{sub}.",
+                {
+                    "mixer.experts.{expert}.up_proj.weight": "layer.layers.{sub}.mixer.experts.up_proj",
+                    "mixer.experts.{expert}.down_proj.weight": "layer.layers.{sub}.mixer.experts.down_proj",
+                    "{rest}": "layer.layers.{sub}.{rest}",
+                },
             ),
-            KeyRule(native=f"{_SUB}{{rest}}", ours=f"{_OURS}{{rest}}"),
         ),
         num_sublayers=_num_sublayers,
     ),
     wiring=Wiring(
         # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
-        conventions={
-            "vllm": Convention(),
-            "sglang": Convention(),
-            "llama.cpp": Convention(centred=True),
-        },
+        conventions={**engines.ALIKE, "llama.cpp": Convention(centred=True)},
     ),
     layer=HeadLayer(
         "nemotron_h",
@@ -545,27 +544,28 @@ NEMOTRON_H = Family(
 )
 
 
-_LAYER_NAMES = {
-    "attn.wq_du": "self_attn.q_proj",
-    "attn.wk_dv": "self_attn.k_proj",
-    "attn.wv_dv": "self_attn.v_proj",
-    "attn.wr_du": "self_attn.r_proj",
-    "attn.wo_ud": "self_attn.o_proj",
-    "attn.k_sconv": "self_attn.k_sconv.conv1d",
-    "attn.v_sconv": "self_attn.v_sconv.conv1d",
-    "attn_sconv": "attn_sconv.conv1d",
-    "mlp_sconv": "mlp_sconv.conv1d",
-    "attn_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.w13_dn": "mlp.gate_up_proj",
-    "mlp.w2_md": "mlp.down_proj",
+_INKLING_LAYER = {
+    **layouts.weights(
+        {
+            "attn.wq_du": "self_attn.q_proj",
+            "attn.wk_dv": "self_attn.k_proj",
+            "attn.wv_dv": "self_attn.v_proj",
+            "attn.wr_du": "self_attn.r_proj",
+            "attn.wo_ud": "self_attn.o_proj",
+            "attn.k_sconv": "self_attn.k_sconv.conv1d",
+            "attn.v_sconv": "self_attn.v_sconv.conv1d",
+            "attn_sconv": "attn_sconv.conv1d",
+            "mlp_sconv": "mlp_sconv.conv1d",
+            "attn_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.w13_dn": "mlp.gate_up_proj",
+            "mlp.w2_md": "mlp.down_proj",
+        },
+        "layer.",
+    ),
+    "attn.{rest}": "layer.self_attn.{rest}",
 }
 """Parts of a layer: name in a release, to name in transformers; for the MLP, name in :class:`_InterleavedMlp`."""
-
-
-def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
-    rest = KeyRule(native=f"{layer}attn.{{rest}}", ours="layer.self_attn.{rest}")
-    return (*layouts.weight_rules(layer, _LAYER_NAMES, "layer."), rest)
 
 
 class _InterleavedMlp(nn.Module):
@@ -632,14 +632,21 @@ INKLING = Family(
         embed_norm="{trunk}embed_norm.weight",
         head_prefixes=("model.mtp.",),
         rules=(
-            *layouts.end_rules(
-                _IN_MODEL, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
+            *layouts.key_rules(
+                "model.mtp.",
+                {
+                    "layers.{module}.input_proj.weight": "proj.weight",
+                    "layers.{module}.embed_norm.weight": "embed_norm.weight",
+                    "layers.{module}.hidden_norm.weight": "hidden_norm.weight",
+                    "chain_norm.weight": "final_norm.weight",
+                },
             ),
-            KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight"),
-            *_layer_rules(f"{_IN_MODEL}transformer_block."),
-            KeyRule(native=f"{_IN_MODEL}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
+            *layouts.key_rules(
+                "model.mtp.layers.{module}.transformer_block.",
+                {**_INKLING_LAYER, "mlp.{rest}": "layer.mlp.{rest}"},
+            ),
         ),
-        trunk_rules=_layer_rules(AFTER_THE_TRUNK),
+        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _INKLING_LAYER),
     ),
     wiring=Wiring(
         concat="hidden_first",
@@ -663,9 +670,8 @@ INKLING = Family(
         needs_transformers="5.23",
     ),
     engines={
-        "transformers": EngineSupport(
-            True,
-            f"{engines.USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
+        "transformers": remarked(
+            engines.USE_MTP, "; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts"
         ),
         "llama.cpp": no("has no graph for this model"),
     },
