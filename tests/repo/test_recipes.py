@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -141,3 +142,15 @@ def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> No
         assert_two_nodes(words, node, "node-a")
         assert launch_command_parser().parse_args(words).main_process_port == 23456
         assert words[-1] == "train.lr=1e-4"
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    defined = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    pages = [*(ROOT / "recipes").glob("*.md"), ROOT / "README.md", ROOT / "STATUS.md"]
+    named_tests = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert len(named_tests) > 30
+    assert named_tests <= defined, sorted(named_tests - defined)
