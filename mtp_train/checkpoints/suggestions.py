@@ -49,7 +49,7 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = (), override
 def retrain_own_command(checkpoint: str) -> str:
     """Return the command that trains a checkpoint's own head from where it is, without a probe, which needs a trained
     one."""
-    return f"{retrain_command(checkpoint, checkpoint)} --set train.max_steps=500"
+    return retrain_command(checkpoint, checkpoint, overrides=["train.max_steps=500"])
 
 
 def probe_command(finetune: str, base: str) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.quantised import require_declared
 from mtp_train.checkpoints.suggestions import inspect_command
 from mtp_train.checkpoints.values import zero_head
 from mtp_train.checkpoints.writing import PendingTensor
@@ -109,6 +110,7 @@ def is_drawn(block_MN: Tensor) -> bool | None:
 
 def require_trained_head(checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError where a checkpoint's whole head drafts nothing: all zeros, or never trained."""
+    require_declared(checkpoint)
     zero = zero_head(checkpoint, layout_of(checkpoint))
     if zero is not None or initial_parts(checkpoint) == UNTRAINED:
         raise CheckpointError(

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cach
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.quantised import (
+    MODELOPT_FILE,
     SCALE_SUFFIXES,
     method_of,
     packed_keys,
@@ -431,8 +432,10 @@ def _loading(
 
 def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
-    settings = quant_settings(config.to_dict())
-    if settings and AutoHfQuantizer.supports_quant_method(settings):
+    fields = config.to_dict()
+    settings = quant_settings(fields)
+    is_declared = settings or "compression_config" in fields or (path / MODELOPT_FILE).is_file()
+    if not is_declared or (settings and AutoHfQuantizer.supports_quant_method(settings)):
         return
     checkpoint = open_checkpoint(path)
     layout = layout_of(checkpoint, family)

@@ -59,6 +59,7 @@ TINY = overrides_of(
 )
 _FIT = "unit/test_check_memory.py::test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else"
 _OF_A_DRAFT = "e2e/test_other_kinds.py::test_what_the_grafted_head_decides_is_refused_with_what_to_write"
+_GGUF = "unit/test_gguf_draft.py::test_a_run_on_a_gguf_file_is_told_to_export_one"
 ELSEWHERE = {
     # Proposal, and the test that pastes it.
     "Write head.draft_vocab: null.": _OF_A_DRAFT,
@@ -74,6 +75,8 @@ ELSEWHERE = {
     "mtp-train generate TRUNK --head {} --prompt Hello": (
         "e2e/test_other_kinds.py::test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly"
     ),
+    "Use --out {}.": "unit/test_gguf_fit.py::test_an_output_is_named_as_its_input_is",
+    "mtp-train export {} --out {} --gguf q8_0 && llama-server -m {} -md {}/{}-*.gguf": _GGUF,
     "Add --chat.": "e2e/test_template_variables.py::test_generate_writes_the_prompt_with_the_variables",
     "mtp-train graft {} --from BASE --out {}": "unit/test_gguf_model.py::test_a_head_of_a_checkpoint_joins_its_trunk",
 }
@@ -82,7 +85,6 @@ _PLACES = "has placeholders alone"
 _LATE = "of a stage of a run, a server or another drafter"
 NOT_PASTED = {
     # Proposal, and why no test runs it; its words are parsed all the same.
-    "pip install llama-cpp-python, or use q8_0.": _PACKAGE,
     "pip install zstandard.": _PACKAGE,
     "Run 'pip install bitsandbytes', or use the unquantised weights.": _PACKAGE,
     'Run pip install "mtp-train[deepspeed]".': _PACKAGE,
@@ -101,6 +103,7 @@ NOT_PASTED = {
     "Name the trunk: --tokenizer CKPT.": _LATE,
     "Use --gguf q8_0.": "for weights that f16 does not hold",
     "Write it as --chat-template-kwargs NAME=VALUE.": _LATE,
+    "mtp-train graft {} --from {} --out {} && llama-server -m {}": "needs llama-server",
     "sed": "edits a config, see unit/test_whole_trunk.py",
     "`head.init: {}`": "tells what a head was made from",
     "train.precision={}": "is not printed",

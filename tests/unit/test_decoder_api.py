@@ -110,7 +110,7 @@ def test_an_adapter_is_applied_and_the_dtype_is_taken(pristine: Path, tmp_path: 
 
 
 def test_what_cannot_be_loaded_or_decoded_is_refused(pristine: Path, decoder: SpeculativeDecoder) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no head tensors .*; expected a complete head"):
+    with pytest.raises(CheckpointError, match=r"holds no head tensors .*; expected a head to draft with"):
         SpeculativeDecoder.from_pretrained(pristine / "finetune")
     with pytest.raises(MtpError, match=r"depth: 8; expected 0 to 7"):
         SpeculativeDecoder.from_pretrained(pristine / "base", depth=8)

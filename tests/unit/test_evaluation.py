@@ -95,7 +95,7 @@ def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one
     verdict = judge(recipe(), runs(retrained, WEAK))
     assert not verdict.passed
     assert f"{found}. The head as it was is not shown to be worse: " in verdict.reason
-    assert verdict.reason.endswith("mtp-train graft in/finetune --from in/base --out in/finetune-mtp")
+    assert verdict.reason.endswith("mtp-train graft in/finetune --from in/base --out finetune-mtp")
 
 
 def test_other_baselines_have_no_command_to_name() -> None:

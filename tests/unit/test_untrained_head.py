@@ -61,8 +61,8 @@ def test_an_untrained_head_is_named_from_its_own_tensors(family_name: str, tmp_p
     assert found.status == "untrained"
     assert found.serves["vllm"].startswith("no: its head was never trained: its matrices look drawn at random")
     assert found.cure == (
-        f"mtp-train rescue {tmp_path}/drawn --from {tmp_path}/drawn --out {tmp_path}/drawn-rescued "
-        "--set train.max_steps=500"
+        f"mtp-train rescue {tmp_path}/drawn --from {tmp_path}/drawn --set train.max_steps=500 "
+        f"--out {tmp_path}/drawn-rescued"
     )
 
 

@@ -18,7 +18,13 @@ from mtp_train.checkpoints.gguf.model_file import DRAFT_ARCH, GgufModel, open_gg
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unlisted_layers, unmatched_by_sglang
+from mtp_train.checkpoints.quantised import (
+    QUANTISATION,
+    read_plain_in_blocks,
+    undeclared_weights,
+    unlisted_layers,
+    unmatched_by_sglang,
+)
 from mtp_train.checkpoints.values import (
     HeadDifference,
     common_tensors,
@@ -253,7 +259,8 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = None
     weights = _weights_of(checkpoint, layout, progress)
-    comparable = diagnosis.comparable and not weights["non_finite_keys"]
+    is_readable = not (weights["non_finite_keys"] or undeclared_weights(checkpoint))
+    comparable = diagnosis.comparable and is_readable
     difference = zero_head(checkpoint, layout) if comparable else None
     initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
