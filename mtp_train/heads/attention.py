@@ -76,8 +76,7 @@ def masked_attention(
 
     Args:
         query: Shape (B, H, T, width).
-        key: Shape (B, key heads, S, width).
-        value: As ``key``, with a width of its own.
+        key, value: Shape (B, key heads, S, width), each with a width of its own.
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. Layers
             that depend on distances get int64 from a cache of ours: the distance, or -1 where a query does not attend.
         s_aux: Shape (H,), the sink of each head.

@@ -104,6 +104,7 @@ NOT_PASTED = {
     "Use --gguf q8_0.": "for weights that f16 does not hold",
     "Write it as --chat-template-kwargs NAME=VALUE.": _LATE,
     "mtp-train graft {} --from {} --out {} && llama-server -m {}": "needs llama-server",
+    "train.max_steps=500": "takes hours of training",
     "sed": "edits a config, see unit/test_whole_trunk.py",
     "`head.init: {}`": "tells what a head was made from",
     "train.precision={}": "is not printed",
