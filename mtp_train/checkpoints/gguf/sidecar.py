@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, read_json, require_finite
-from mtp_train.checkpoints.gguf.record import NUM_MODULES, Cut, GgufHead, Value
+from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
@@ -313,8 +314,13 @@ def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[s
     """Yield a native tensor, or the parts that it is cut into, under names within the block."""
     if tail in record.cuts:
         cut = record.cuts[tail]
-        for name, (shape, change) in zip(cut.names, _cut(cut, native.shape, config), strict=True):
-            yield replace(native, key=name, shape=shape, blocks=_whole_changed(native, change))
+
+        def part(place: int) -> list[Tensor]:
+            return [_cut(cut.how, native.load(), config)[place]]
+
+        shapes = [tuple(one.shape) for one in _cut(cut.how, torch.empty(native.shape, device="meta"), config)]
+        for place, (name, shape) in enumerate(zip(cut.names, shapes, strict=True)):
+            yield replace(native, key=name, shape=shape, blocks=partial(part, place))
     elif tail in record.names:
         yield replace(native, key=record.names[tail])
     else:
@@ -327,31 +333,17 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _whole_changed(tensor: PendingTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], list[Tensor]]:
-    return lambda: [change(tensor.load())]
-
-
-def _cut(
-    cut: Cut, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> tuple[tuple[tuple[int, ...], Callable[[Tensor], Tensor]], ...]:
-    """Return, per part of a tensor, its shape and the function of a block that returns the part."""
-    if cut.how in ("query_pairs", "key_pairs"):
-        count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
-        return ((shape, lambda block: paired(block, count)),)
-    if cut.how == "halves":
-        *outer, rows, columns = shape
-        half = (*outer, rows // 2, columns)
-        return (half, lambda block: block[..., : rows // 2, :]), (half, lambda block: block[..., rows // 2 :, :])
+def _cut(how: str, block: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return the parts of a native tensor that GGUF stores."""
+    if how == "query_pairs":
+        return (paired(block, int(config["num_attention_heads"])),)
+    if how == "key_pairs":
+        return (paired(block, int(config["num_key_value_heads"])),)
+    if how == "halves":
+        return block.chunk(2, dim=-2)
     key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-    heads, latent = shape[0] // (key_dims + value_dims), shape[1]
-
-    def by_head(block: Tensor) -> Tensor:
-        return block.view(heads, key_dims + value_dims, latent)
-
-    return (
-        ((heads, latent, key_dims), lambda block: by_head(block)[:, :key_dims].transpose(1, 2)),
-        ((heads, value_dims, latent), lambda block: by_head(block)[:, key_dims:]),
-    )
+    by_head = block.view(-1, key_dims + value_dims, block.shape[1])
+    return by_head[:, :key_dims].transpose(1, 2), by_head[:, key_dims:]
 
 
 def paired(block: Tensor, num_heads: int) -> Tensor:
