@@ -27,11 +27,8 @@ _PIECE = 1 << 16
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
-    found = []
-    for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
-        if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):
-            found.append(key)
-    return found
+    keys = progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}")
+    return [key for key in keys if not all(map(all_finite, checkpoint.read_in_blocks(key)))]
 
 
 def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> None:
@@ -141,18 +138,12 @@ def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | No
 
     The search of a tensor ends at its first block with another value.
     """
-    matrices, projections, zeros = 0, set(), []
-    for pending in native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors:
-        if len(pending.shape) < 2:
-            continue
-        matrices += 1
-        if _is_projection(layout, pending.key):
-            projections.add(pending.key)
-        if not any(block.float().any() for block in pending.parts()):
-            zeros.append(pending.key)
-    if not zeros or (len(zeros) < matrices and not projections & {*zeros}):
+    head = native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors
+    matrices = [one for one in head if len(one.shape) > 1]
+    zeros = [one.key for one in matrices if not any(block.float().any() for block in one.parts())]
+    if not zeros or (len(zeros) < len(matrices) and not any(_is_projection(layout, key) for key in zeros)):
         return None
-    return HeadDifference("zero", None, {"zero": tuple(zeros)})
+    return HeadDifference("zero", keys={"zero": tuple(zeros)})
 
 
 def compare_heads(
