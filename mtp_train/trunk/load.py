@@ -25,7 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     SCALE_SUFFIXES,
     method_of,
@@ -403,20 +404,20 @@ def _loading(
     on_layer: Callable[[nn.Module], object] | None,
 ) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
-    _require_quantizer(path, family, config)
-    if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
-        checkpoint = open_checkpoint(path)
-        layout = layout_of(checkpoint, family)
+    checkpoint, method = open_checkpoint(path), quant_method(config.to_dict())
+    layout = layout_of(checkpoint, family)
+    _require_quantizer(checkpoint, layout, config)
+    if device.type == "cpu" and method == "fp8":
         require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
     with ExitStack() as stack:
         if family.trunk.loading is not None:
-            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
+            stack.enter_context(family.trunk.loading(checkpoint.tensors))
         if on_layer is not None:
             stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
         try:
             yield
         except ImportError as error:
-            if (method := quant_method(config.to_dict())) is None:
+            if method is None:
                 raise
             raise CheckpointError(
                 f"{path}: transformers cannot load weights packed with {method} ({' '.join(str(error).split()):.300}); "
@@ -429,17 +430,13 @@ def _loading(
             ) from error
 
 
-def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
+def _require_quantizer(checkpoint: Checkpoint, layout: HeadLayout, config: PretrainedConfig) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
     settings = quant_settings(config.to_dict())
-    if settings and AutoHfQuantizer.supports_quant_method(settings):
-        return
-    checkpoint = open_checkpoint(path)
-    layout = layout_of(checkpoint, family)
     packed = [key for key in packed_keys(checkpoint.tensors) if not layout.is_head_key(key)]
-    if packed:
+    if packed and not (settings and AutoHfQuantizer.supports_quant_method(settings)):
         raise CheckpointError(
-            f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
+            f"{checkpoint.path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
             f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
             "checkpoint, or serve this one: mtp-train inspect prints the commands."
         )
