@@ -61,7 +61,7 @@ class HeadDiagnosis:
     @property
     def complete(self) -> bool:
         """Whether every needed key is present, readable and of the right shape, and there are no other keys."""
-        return bool(self.found_keys) and not (self._damaged or self.packed_keys)
+        return self.comparable and not self.shape_errors
 
     @property
     def comparable(self) -> bool:
