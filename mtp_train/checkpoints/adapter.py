@@ -33,6 +33,7 @@ from mtp_train.checkpoints.files import (
     Number,
     TensorInfo,
     all_finite,
+    indexed_files,
     read_json,
     scan_safetensors,
     validated,
@@ -84,7 +85,7 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
-_WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_WRAPPERS = re.compile(r"\A(?:(?:model|language_model)\.)+")
 _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -195,8 +196,8 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    out = shlex.quote(output_of(checkpoint, "-merged"))
-    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {out}"
+    out = output_of(checkpoint, "-merged")
+    return shlex.join(["mtp-train", "merge", checkpoint, "--adapter", adapter, "--out", out])
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -272,8 +273,8 @@ def _of_model(path: Path) -> Set[str]:
     """Return the weight files of a model in an adapter's directory, which its config declares."""
     if not (path / CONFIG_FILE).is_file():
         return frozenset()
-    listed = read_json(path / INDEX_FILE).get("weight_map") if (path / INDEX_FILE).is_file() else None
-    return {SINGLE_FILE, *(listed.values() if isinstance(listed, dict) else ())}
+    index = read_json(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else {}
+    return {SINGLE_FILE, *indexed_files(index)}
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
@@ -487,7 +488,7 @@ class _Plan:
             yield key, slice(place * size, (place + 1) * size)
 
     def _bare(self, name: str) -> str:
-        return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+        return _WRAPPERS.sub("", name)
 
     def _of_rules(self, name: str) -> list[str]:
         of_layer = _OF_A_LAYER.match(self._bare(name))
@@ -575,18 +576,15 @@ class _Plan:
 
     def repeat_in_shared_keys(self) -> None:
         """Repeat the steps of trunk tensors in the head's copies of them."""
-        for key in self.source.tensors:
-            shared = self.layout.shared_key(key)
-            trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
-            if trunk_key in self.steps:
-                self._repeat(trunk_key, key)
-        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.steps:
-            self._repeat(self._embedding, self._lm_head)
-
-    def _repeat(self, key: str, copy: str) -> None:
-        self.steps[copy] = self.steps[key]
-        if key in self.rows:
-            self.rows[copy] = self.rows[key]
+        tensors, shared = self.source.tensors, {key: self.layout.shared_key(key) for key in self.source.tensors}
+        copies = {key: self.layout.trunk_key(one, tensors) for key, one in shared.items() if one is not None}
+        if self._tied and self._lm_head in tensors:
+            copies[self._lm_head] = self._embedding
+        for copy, key in copies.items():
+            if key in self.steps:
+                self.steps[copy] = self.steps[key]
+                if key in self.rows:
+                    self.rows[copy] = self.rows[key]
 
     def require_one_vocabulary(self) -> None:
         """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
