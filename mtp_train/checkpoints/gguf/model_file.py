@@ -210,22 +210,18 @@ def _write(
 ) -> None:
     """Write a file with a model's metadata, ``changed``, and these tensors, those of a file as they are."""
     writer = _CopyWriter(path, model.arch)
-    writer.data_alignment = model.readers[0].alignment
-    _copy_fields(writer, model, changed, len(tensors))
-    write_tensors(writer, tensors, kind, progress)
-
-
-def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
+    first, *others = model.readers
+    writer.data_alignment = first.alignment
     values = {f"{model.arch}.{name}": value for name, value in changed.items()}
-    alone = len(model.readers) == 1
-    if not alone:
-        values["split.tensors.count"] = sum(len(reader.tensors) for reader in model.readers[1:]) + num_tensors
-    for name, field in model.readers[0].fields.items():
-        if name.startswith(("GGUF.", "split.") if alone else "GGUF.") or name == "general.architecture":
-            continue
-        copy_field(writer, field, values.pop(name, None))
+    if others:
+        values["split.tensors.count"] = sum(len(reader.tensors) for reader in others) + len(tensors)
+    of_file = ("GGUF.", "general.architecture") if others else ("GGUF.", "general.architecture", "split.")
+    for name, field in first.fields.items():
+        if not name.startswith(of_file):
+            copy_field(writer, field, values.pop(name, None))
     for name, value in values.items():
         add_value(writer, name, value)
+    write_tensors(writer, tensors, kind, progress)
 
 
 def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value | None = None) -> None:
@@ -247,7 +243,7 @@ class _CopyWriter(gguf.GGUFWriter):
 
 def torch_shape(stored: ReaderTensor) -> tuple[int, ...]:
     """Return the shape that torch would give a tensor."""
-    return tuple(int(size) for size in reversed(stored.shape))
+    return tuple(stored.shape[::-1].tolist())
 
 
 def dequantised_tensor(stored: ReaderTensor) -> Tensor:
@@ -379,19 +375,15 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
         tensors.append(held_tensor("d2t", "I64", offsets_R + torch.arange(len(offsets_R))))
     writer = _CopyWriter(path, DRAFT_ARCH)
     writer.add_type(gguf.GGUFType.MODEL)
-    for name, value in _draft_fields(config, trunk.num_layers).items():
-        add_value(writer, name, value)
+    for name, read in _DRAFT_FIELDS.items():
+        add_value(writer, f"{DRAFT_ARCH}.{name}", read(config))
+    writer.add_block_count(1)
+    # The layers that engines read where a draft model names none, as ours do not.
+    add_value(writer, f"{DRAFT_ARCH}.target_layers", [2, trunk.num_layers // 2, trunk.num_layers - 3])
     for name, field in trunk.readers[0].fields.items():
         if name.startswith("tokenizer."):
             copy_field(writer, field)
     write_tensors(writer, tensors, kind, progress)
-
-
-def _draft_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:
-    values: dict[str, Value | None] = {name: field(config) for name, field in _DRAFT_FIELDS.items()}
-    # The layers that engines read where a draft model names none, as ours do not.
-    values |= {"block_count": 1, "target_layers": [2, num_layers // 2, num_layers - 3]}
-    return {f"{DRAFT_ARCH}.{name}": value for name, value in values.items() if value is not None}
 
 
 def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:

@@ -115,19 +115,18 @@ def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
 def _add_fields(
     writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[PendingTensor], config: Mapping[str, Any]
 ) -> None:
-    num_layers = int(config["num_hidden_layers"])
-    blocks = {int(tensor.key.split(".")[1]) for tensor in tensors if tensor.key.startswith("blk.")}
-    writer.add_block_count(num_layers + len(blocks))
+    blocks = {tensor.key.split(".")[1] for tensor in tensors if tensor.key.startswith("blk.")}
+    writer.add_block_count(int(config["num_hidden_layers"]) + len(blocks))
     writer.add_nextn_predict_layers(len(blocks))
     for name, field in record.fields.items():
-        value = field({**config, NUM_MODULES: len(blocks)})
-        if value is not None:
-            add_value(writer, f"{record.arch}.{name}", value)
+        add_value(writer, f"{record.arch}.{name}", field({**config, NUM_MODULES: len(blocks)}))
 
 
-def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
-    writer.add_key_value(key, value, kind)
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value | None) -> None:
+    """Write a metadata field, none for None."""
+    if value is not None:
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
@@ -215,15 +214,11 @@ def gguf_tensors(
 ) -> list[PendingTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
     of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
-    generated = [
-        held_tensor(name, "F32", torch.tensor(values))
-        for name, make in record.generated.items()
-        if (values := make(config)) is not None
-    ]
+    generated = {name: make(config) for name, make in record.generated.items()}
     return [
         *(_with_offset(one, record.norm_offset) for one in of_trunk),
         *head_tensors(trunk, layout, head, record, config),
-        *generated,
+        *(held_tensor(name, "F32", torch.tensor(one)) for name, one in generated.items() if one is not None),
     ]
 
 
@@ -273,8 +268,7 @@ def _of_head(
             else:
                 stacks.setdefault(name, {})[int(expert[0])] = piece
     for name, experts in stacks.items():
-        pieces = [experts[number] for number in sorted(experts)]
-        yield _stacked(name, pieces)
+        yield _stacked(name, [experts[number] for number in sorted(experts)])
     for name, found in parts.items():
         join = record.joined[name.split(".", 2)[2]]
         yield _joined(name, [found[tail] for tail in join.parts], join.axis)
