@@ -11,7 +11,8 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
@@ -64,8 +65,6 @@ _PART = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
-# peft wraps the parameters of one module in the order of their declaration, the first one innermost.
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Config fields of adapters that are more than a sum of low-rank products, with the reason why they cannot be merged.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "acts only after its invocation tokens",
@@ -87,7 +86,7 @@ _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"\A(?:(?:model|language_model)\.)+")
 _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
-# The parts of a fused parameter, in the order of their rows.
+# The fused parameters of experts in the order of their declaration, with their parts in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
 _BLOCK_ROWS = 4096
@@ -208,7 +207,7 @@ def read_adapter(path: Path) -> Adapter:
     config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
-    names = _parameter_names(stored, config, groups)
+    names = _parameter_names(stored, config, groups.keys())
     pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
     for name in replacements.keys() & {f"{pair.module}.{pair.parameter}" for pair in pairs}:
         # peft saves an adapted embedding beside its adapter.
@@ -318,21 +317,20 @@ def _not_mergeable(stored: Checkpoint, found: str) -> CheckpointError:
     )
 
 
-def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterable[_Wrapped]) -> dict[_Wrapped, str]:
+def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Set[_Wrapped]) -> dict[_Wrapped, str]:
     """Return the parameter that each group of tensors adapts, from the depth of peft's wrapping."""
-    depths: dict[str, list[int]] = {}
-    for module, depth in groups:
-        depths.setdefault(module, []).append(depth)
     named: dict[_Wrapped, str] = {}
-    for module, found in depths.items():
-        experts = EXPERT_PARAMETERS if module.endswith("experts") else ()
+    for module, count in Counter(module for module, _ in groups).items():
+        experts = _FUSED if module.endswith("experts") else ()
         ordered = [name for name in experts if config.targets(f"{module}.{name}")] or ["weight"]
-        if sorted(found) != list(range(len(ordered))):
+        # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
+        wanted = {(module, depth): name for depth, name in enumerate(reversed(ordered))}
+        if count != len(wanted) or not wanted.keys() <= groups:
             raise CheckpointError(
-                f"{stored.path}: {module} is adapted {len(found)} times, while target_parameters lists "
+                f"{stored.path}: {module} is adapted {count} times, while target_parameters lists "
                 f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
             )
-        named |= {(module, len(ordered) - 1 - place): name for place, name in enumerate(ordered)}
+        named |= wanted
     return named
 
 
@@ -445,16 +443,18 @@ class _Plan:
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._lm_head = layout.lm_head_key
         self._tied |= self.home(LM_HEAD) is None
-        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
-        self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
-        # peft also stores a resized embedding that it did not train.
+        self._ends = (self._embedding, self._lm_head)
+        adapted = [f"{pair.module}.weight" for pair in adapter.pairs]
+        self._embedding_is_adapted = any(
+            self.home(name) == self._embedding for name in (*adapter.replacements, *adapted)
+        )
         saved = tuple(adapter.stored.config.get("modules_to_save") or ())
-        trained = [name for name in adapter.replacements if name.removesuffix(".weight").endswith(saved)]
-        trained += [f"{pair.module}.weight" for pair in adapter.pairs]
-        whole = {name for name, key in adapter.replacements.items() if adapter.stored.tensors[key].file != ADAPTER_FILE}
-        trained += [name for name in whole if name.endswith(LM_HEAD)]
-        ends = (self._embedding, self._lm_head)
-        self._trains_ends = any(self.home(name) in ends or name.endswith(LM_HEAD) for name in trained)
+        for name, key in adapter.replacements.items():
+            # peft also stores a resized embedding that it did not train.
+            of_file = adapter.stored.tensors[key].file != ADAPTER_FILE and name.endswith(LM_HEAD)
+            if of_file or name.removesuffix(".weight").endswith(saved):
+                adapted.append(name)
+        self._trains_ends = any(self.home(name) in self._ends or name.endswith(LM_HEAD) for name in adapted)
 
     def home(self, name: str) -> str | None:
         """Return the stored key of a parameter, None where there is none or its parts are stored separately.
@@ -498,7 +498,7 @@ class _Plan:
         stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
         whole = self.home(name)
-        if whole in (self._embedding, self._lm_head) and num_rows != self.source.tensors[whole].shape[0]:
+        if whole in self._ends and num_rows != self.source.tensors[whole].shape[0]:
             self.rows[whole] = num_rows
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
@@ -590,8 +590,8 @@ class _Plan:
         """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
         if not self.rows:
             return
-        ends = [key for key in (self._embedding, self._lm_head) if key in self.source.tensors]
-        rows = {self.rows.get(key, self.source.tensors[key].shape[0]) for key in ends}
+        tensors = self.source.tensors
+        rows = {self.rows.get(key, tensors[key].shape[0]) for key in self._ends if key in tensors}
         wiring = self.layout.family.wiring
         if len(rows) > 1 or wiring.own_lm_head or wiring.own_embedding:
             raise CheckpointError(
