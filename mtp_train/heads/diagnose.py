@@ -73,11 +73,8 @@ class HeadDiagnosis:
     @property
     def quantised(self) -> bool:
         """Whether the only problem of the head is a quantisation format that we do not read."""
-        return bool(self.packed_keys) and not self._damaged
-
-    @property
-    def _damaged(self) -> bool:
-        return bool(self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors)
+        damage = self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors
+        return bool(self.packed_keys) and not damage
 
     def describe(self) -> str:
         """Return one phrase that describes the first problem of the head, for an error message."""

@@ -320,7 +320,7 @@ class Trunk(nn.Module):
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden = hidden[..., : self._last_width]
         streams = self.family.trunk.streams
-        if self._mixer is not None and streams is not None:
+        if streams is not None:
             rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
             joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
             mixed = self._call(self._mixer, joined)
