@@ -141,11 +141,10 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
             continue
         mine = trunk.value(name)
         if mine in (None, []):
-            changed[name] = theirs
-        else:
-            # A number that holds for all layers may be a list where the head's differs.
-            own = mine if isinstance(mine, list) else [mine] * trunk.num_layers
-            changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
+            mine = theirs
+        # A number that holds for all layers may be a list where the head's differs.
+        own = mine if isinstance(mine, list) else [mine] * trunk.num_layers
+        changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
     return changed
 
 

@@ -168,11 +168,12 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: 
             "Restore it from the base."
         )
     added = tokenizer.get_added_vocab()
-    entries = [_entry(tokenizer, texts.get(number), number, added) for number in range(vocab_size)]
+    entries = (_entry(tokenizer, texts.get(number), number, added) for number in range(vocab_size))
+    tokens, kinds = zip(*entries, strict=True)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(record.pre_tokenizer)
-    writer.add_token_list([text for text, _ in entries])
-    writer.add_token_types([kind for _, kind in entries])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
     of_family = {kind: added[text] for kind, text in record.special_tokens.items() if text in added}
     special.special_token_ids = of_family | special.special_token_ids
     for kind in ("bos", "eos") if _is_byte_level(path) else ():
