@@ -244,9 +244,8 @@ def _of_head(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
-    stacks: dict[str, dict[int, PendingTensor]] = {}
-    parts: dict[str, dict[str, PendingTensor]] = {}
-    part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
+    groups: dict[str, dict[int, PendingTensor]] = {}
+    part_of = {tail: (name, place) for name, join in record.joined.items() for place, tail in enumerate(join.parts)}
     num_layers = int(config["num_hidden_layers"])
     for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
         block, tail = _place(native.key, layout, record, num_layers)
@@ -259,7 +258,8 @@ def _of_head(
             yield replace(native, key=record.outside[tail])
             continue
         if tail in part_of:
-            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = native
+            name, place = part_of[tail]
+            groups.setdefault(f"blk.{block}.{name}", {})[place] = native
             continue
         expert = _EXPERT.search(tail)
         for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
@@ -267,12 +267,11 @@ def _of_head(
             if expert is None:
                 yield replace(piece, key=name)
             else:
-                stacks.setdefault(name, {})[int(expert[0])] = piece
-    for name, experts in stacks.items():
-        yield _stacked(name, [experts[number] for number in sorted(experts)])
-    for name, found in parts.items():
-        join = record.joined[name.split(".", 2)[2]]
-        yield _joined(name, [found[tail] for tail in join.parts], join.axis)
+                groups.setdefault(name, {})[int(expert[0])] = piece
+    for name, group in groups.items():
+        pieces = [group[number] for number in sorted(group)]
+        join = record.joined.get(name.split(".", 2)[2])
+        yield _stacked(name, pieces) if join is None else _joined(name, pieces, join.axis)
 
 
 def _stacked(name: str, pieces: Sequence[PendingTensor]) -> PendingTensor:
