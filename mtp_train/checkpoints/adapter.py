@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
@@ -462,7 +462,7 @@ class _Plan:
         Keys may differ from transformers' names: wrappers add another prefix than text-only models have, and some
         releases name the embedding, or parts of a wrapper or of a layer, differently.
         """
-        bare, of_rules = self._bare(name), self._of_rules(name)
+        bare, of_rules = _WRAPPERS.sub("", name), self._of_rules(name)
         candidates = [name, self.layout.trunk_prefix + bare, bare]
         if len(of_rules) == 1:
             candidates += of_rules
@@ -475,23 +475,18 @@ class _Plan:
                 candidates.append(native + bare.removeprefix(ours))
         return next((key for key in candidates if key in self.source.tensors), None)
 
-    def _rows_of(self, name: str, num_rows: int) -> Iterator[tuple[str, slice]]:
-        """Yield the stored tensors of a parameter's rows.
+    def _rows_of(self, name: str, num_rows: int) -> Iterable[tuple[str, slice]]:
+        """Return the stored tensors of a parameter's rows.
 
         This is the parameter's name with all rows, or the key of each part with its rows where a release stores parts
         separately.
         """
         parts = [] if self.home(name) is not None else self._of_rules(name)
-        keys = parts if all(key in self.source.tensors for key in parts) else []
-        size = num_rows // max(1, len(keys))
-        for place, key in enumerate(keys or [name]):
-            yield key, slice(place * size, (place + 1) * size)
-
-    def _bare(self, name: str) -> str:
-        return _WRAPPERS.sub("", name)
+        keys = parts if parts and all(key in self.source.tensors for key in parts) else [name]
+        return zip(keys, _equal_parts(num_rows, len(keys)), strict=True)
 
     def _of_rules(self, name: str) -> list[str]:
-        of_layer = _OF_A_LAYER.match(self._bare(name))
+        of_layer = _OF_A_LAYER.match(_WRAPPERS.sub("", name))
         return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
 
     def replace(self, name: str, key: str) -> None:
@@ -522,8 +517,8 @@ class _Plan:
         size, columns = pair.shape
         home = self.home(f"{experts}.{parameter}")
         count = 0 if home is None else self.source.tensors[home].shape[0]
-        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
         shape = (max(count, expert + 1), size * len(parts), columns)
+        rows = _equal_parts(size * len(parts), len(parts))[parts.index(part)]
         self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
@@ -538,10 +533,10 @@ class _Plan:
                 f"{self.adapter.path}: adapts {pair.num_experts} experts of {pair.module}, but {self.source.path} has "
                 "more; expected the same number. Merge into the base that the adapter was trained on."
             )
-        size = num_rows // len(parts)
-        for expert, (place, part) in itertools.product(range(pair.num_experts), enumerate(parts)):
-            rows = slice(place * size, (place + 1) * size)
-            self.step(part.format(expert=expert), (size, num_columns), partial(_add_product, pair, expert, rows))
+        places = zip(parts, _equal_parts(num_rows, len(parts)), strict=True)
+        for expert, (part, rows) in itertools.product(range(pair.num_experts), places):
+            shape = (rows.stop - rows.start, num_columns)
+            self.step(part.format(expert=expert), shape, partial(_add_product, pair, expert, rows))
 
     def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
         key = self.home(name)
@@ -623,6 +618,11 @@ class _Plan:
                 yield value
 
         return PendingTensor(key, stored.dtype, shape, blocks)
+
+
+def _equal_parts(num_rows: int, count: int) -> list[slice]:
+    size = num_rows // count
+    return [slice(place * size, (place + 1) * size) for place in range(count)]
 
 
 def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:

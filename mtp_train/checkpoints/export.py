@@ -82,7 +82,7 @@ def write_checkpoint(
         How many tensors of the trunk were compared with the source's afterwards, byte for byte, and what was found.
     """
     merge = merge or Merge()
-    placed = _placed(source, layout, head, merge.tensors, set(os.listdir(source.path)))
+    placed = _placed(source, layout, head, merge.tensors, os.listdir(source.path))
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
     changed |= {file for file, _ in source.superseded}
     documents = patched_documents(source, layout, head, merge.config_fields)

@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
 from mtp_train.families.engines import EngineSupport
 
@@ -451,7 +451,7 @@ def _require_generation_config(path: Path) -> None:
     # transformers reports errors in some of the other fields, and crashes on the rest.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
+            f"{file}: transformers rejects it ({one_line(error):.300}); expected settings that it can "
             "read. Correct the field, or remove the file."
         ) from error
 
@@ -460,13 +460,16 @@ def _refuse_other_weights(path: Path, config: RawConfig) -> None:
     """Raise a CheckpointError where transformers would load other files than the index or the single file."""
     explicit = config.get("transformers_weights")
     sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
-    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
-    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
-    if found is not None:
-        raise CheckpointError(
-            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
-            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
-        )
+    if sharded is not None:
+        found = f"contains {sharded}, a shard of a distributed save"
+    elif explicit is not None:
+        found = f"config.json sets transformers_weights = {explicit!r}"
+    else:
+        return
+    raise CheckpointError(
+        f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
+        f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
+    )
 
 
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], tuple[tuple[str, str], ...]]:

@@ -228,7 +228,7 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     # Under other prefixes SGLang finds the layers that it has fused.
     if quant_method(checkpoint.config) != "compressed-tensors" or "mtp." not in layout.family.keys.head_prefixes:
         return None
-    listed = list(quant_settings(checkpoint.config).get("ignore") or [])
+    listed = quant_settings(checkpoint.config).get("ignore") or []
     patterns = [entry.removeprefix("re:") for entry in listed if entry.startswith("re:")]
     for module in listed:
         stem, _, name = module.rpartition(".")
@@ -286,8 +286,12 @@ def _covers(entry: str, names: Iterable[str], method: _Method) -> bool:
 
 def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
     """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
-    matrices = [key for key, info in tensors.items() if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES]
-    keys = [key for key in matrices if not is_scale(key, tensors) and packed_weight(key, tensors) is None]
+    keys = [
+        key
+        for key, info in tensors.items()
+        if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES
+        if not is_scale(key, tensors) and packed_weight(key, tensors) is None
+    ]
     groups: dict[str, list[str]] = {}
     for template in layout.family.keys.head_prefixes:
         for module in range(len(keys)):
@@ -358,7 +362,7 @@ def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
         return
     scales, shape = checkpoint.read(scale).float(), plain_shape(key, tensors)
     block_rows, block_columns = _FP4_BLOCK if packed else _declared_block(checkpoint)
-    if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // block_rows), -(-shape[1] // block_columns)):
+    if len(shape) != 2 or scales.shape != (-(-shape[0] // block_rows), -(-shape[1] // block_columns)):
         raise CheckpointError(
             f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "
             f"of {block_rows} x {block_columns}. Restore weight_block_size in config.json."

@@ -171,7 +171,7 @@ def compare_heads(
             moved_norms += moved * is_vector
             inner += (own + before - moved) / 2 * (not is_vector)
             form = None
-            if not (is_vector and bool((new.load() == norm_value).all())):
+            if not (is_vector and (new.load() == norm_value).all()):
                 form = _wrong_form(moved, before, own, new, old, projection=_is_projection(layout, old.key))
         elif new.shape == old.shape[::-1] and _distance(new.load().T, old.load()) < _NEARER:
             form = "transposed"

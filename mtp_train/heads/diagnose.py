@@ -17,7 +17,7 @@ from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_oth
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
@@ -293,9 +293,8 @@ def named_rejections(path: Path) -> Iterator[None]:
         with quiet_loading():
             yield
     except _REJECTIONS as error:
-        reason = " ".join(str(error).split())
         kind = "" if isinstance(error, _WORDED) else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{path}/config.json: transformers rejects it ({kind}{reason:.500}); expected a config that it can read. "
-            "Restore the original."
+            f"{path}/config.json: transformers rejects it ({kind}{one_line(error):.500}); expected a config that it "
+            "can read. Restore the original."
         ) from error

@@ -77,7 +77,7 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
     if head.trained:
         return frozenset()
     value = norm_value(checkpoint)
-    same = all(bool((one.load() == value).all()) for one in norms)
+    same = all((one.load() == value).all() for one in norms)
     return frozenset(("norms",) * same) | frozenset(("matrices",) * _all_drawn(matrices.values()))
 
 

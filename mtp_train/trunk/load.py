@@ -25,8 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
 from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.quantised import (
     SCALE_SUFFIXES,
     method_of,
@@ -35,7 +34,7 @@ from mtp_train.checkpoints.quantised import (
     quant_settings,
     require_whole_blocks,
 )
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Convention, Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
@@ -52,6 +51,9 @@ from mtp_train.upstream.transformers_private import (
     quiet_loading,
     without_packed_rows,
 )
+
+OnLayer = Callable[[nn.Module], object] | None
+"""Called with each decoder layer of a trunk as soon as it is loaded; None for a trunk that is loaded as it is."""
 
 
 def put_on(model: Any, adapter: Path) -> Any:
@@ -75,7 +77,7 @@ def put_on(model: Any, adapter: Path) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
             raise
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if re.search(r"size mismatch for \S*(?:embed|lm_head)", reason):
             raise CheckpointError(
                 f"{adapter}: was trained on a vocabulary of another size than the trunk's ({reason:.200}); expected "
@@ -401,26 +403,26 @@ def _loading(
     family: Family,
     config: PretrainedConfig,
     device: torch.device,
-    on_layer: Callable[[nn.Module], object] | None,
+    on_layer: OnLayer,
 ) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
-    checkpoint, method = open_checkpoint(path), quant_method(config.to_dict())
-    layout = layout_of(checkpoint, family)
-    _require_quantizer(checkpoint, layout, config)
-    if device.type == "cpu" and method == "fp8":
+    _require_quantizer(path, family, config)
+    if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
+        checkpoint = open_checkpoint(path)
+        layout = layout_of(checkpoint, family)
         require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
     with ExitStack() as stack:
         if family.trunk.loading is not None:
-            stack.enter_context(family.trunk.loading(checkpoint.tensors))
+            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
         if on_layer is not None:
             stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
         try:
             yield
         except ImportError as error:
-            if method is None:
+            if (method := quant_method(config.to_dict())) is None:
                 raise
             raise CheckpointError(
-                f"{path}: transformers cannot load weights packed with {method} ({' '.join(str(error).split()):.300}); "
+                f"{path}: transformers cannot load weights packed with {method} ({one_line(error):.300}); "
                 "expected its package. Install it, or use the unquantised checkpoint."
             ) from error
         except SafetensorError as error:
@@ -430,13 +432,17 @@ def _loading(
             ) from error
 
 
-def _require_quantizer(checkpoint: Checkpoint, layout: HeadLayout, config: PretrainedConfig) -> None:
+def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
     settings = quant_settings(config.to_dict())
+    if settings and AutoHfQuantizer.supports_quant_method(settings):
+        return
+    checkpoint = open_checkpoint(path)
+    layout = layout_of(checkpoint, family)
     packed = [key for key in packed_keys(checkpoint.tensors) if not layout.is_head_key(key)]
-    if packed and not (settings and AutoHfQuantizer.supports_quant_method(settings)):
+    if packed:
         raise CheckpointError(
-            f"{checkpoint.path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
+            f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
             f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
             "checkpoint, or serve this one: mtp-train inspect prints the commands."
         )
@@ -464,7 +470,7 @@ def load_trunk(
     adapter: Path | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
-    on_layer: Callable[[nn.Module], object] | None = None,
+    on_layer: OnLayer = None,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
 

@@ -34,7 +34,7 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_value, paired, writ
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, held_tensor, new_directory
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of a split."""
@@ -90,7 +90,7 @@ class GgufModel:
     @property
     def present_modules(self) -> int:
         """Blocks of a head that have tensors."""
-        return len({block_of(name) for name in self.head})
+        return len(set(map(block_of, self.head)))
 
 
 def block_of(name: str) -> int:
@@ -117,7 +117,7 @@ def open_gguf(path: Path) -> GgufModel:
         readers = tuple(GGUFReader(file) for file in files)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read as GGUF ({' '.join(str(error).split()):.120}); expected a complete file of GGUF "
+            f"{path}: cannot be read as GGUF ({one_line(error):.120}); expected a complete file of GGUF "
             "version 2 or 3. Download it again."
         ) from error
     return GgufModel(files, readers, {one.name: one for reader in readers for one in reader.tensors})
@@ -289,7 +289,7 @@ def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
     except (ValueError, NotImplementedError, KeyError) as error:
         raise UnsupportedModelError(
             f"{first}: transformers does not read the architecture {model.arch} from GGUF "
-            f"({' '.join(str(error).split()):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
+            f"({one_line(error):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
             "qwen35. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
         ) from error
 
@@ -322,7 +322,7 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
         _, block, rest = name.split(".", 2)
         places = {"trunk": _TRUNK_PREFIX, "layer": block, "module": int(block) - model.num_layers}
         # The shortest root first: a rule of a module's layers takes any name.
-        keys = [root.format(**places) + tails[rest] for root in reversed(record.roots)] if rest in tails else []
+        keys = (root.format(**places) + tails[rest] for root in reversed(record.roots) if rest in tails)
         key = next((key for key in keys if layout.map_key(key) is not None), None)
         if key is None:
             raise UnsupportedModelError(

@@ -312,7 +312,7 @@ def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[s
         def part(place: int) -> list[Tensor]:
             return [_cut(cut.how, native.load(), config)[place]]
 
-        shapes = [tuple(one.shape) for one in _cut(cut.how, torch.empty(native.shape, device="meta"), config)]
+        shapes = [one.shape for one in _cut(cut.how, torch.empty(native.shape, device="meta"), config)]
         for place, (name, shape) in enumerate(zip(cut.names, shapes, strict=True)):
             yield replace(native, key=name, shape=shape, blocks=partial(part, place))
     elif tail in record.names:
