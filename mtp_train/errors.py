@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of another package's error in one line, to be quoted in a message."""
+    return " ".join(str(error).split())
+
+
 class MtpError(Exception):
     """Report a problem that the user can fix. Base class of all errors below; exit code 2.
 

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -33,6 +34,7 @@ from mtp_train.checkpoints.files import (
     Number,
     TensorInfo,
     all_finite,
+    indexed_files,
     read_json,
     scan_safetensors,
     validated,
@@ -63,8 +65,6 @@ _PART = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
-# peft wraps the parameters of one module in the order of their declaration, the first one innermost.
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Config fields of adapters that are more than a sum of low-rank products, with the reason why they cannot be merged.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "acts only after its invocation tokens",
@@ -84,9 +84,9 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
-_WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_WRAPPERS = re.compile(r"\A(?:(?:model|language_model)\.)+")
 _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
-# The parts of a fused parameter, in the order of their rows.
+# The fused parameters of experts in the order of their declaration, with their parts in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
 _BLOCK_ROWS = 4096
@@ -195,8 +195,8 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    out = shlex.quote(output_of(checkpoint, "-merged"))
-    return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {out}"
+    out = output_of(checkpoint, "-merged")
+    return shlex.join(["mtp-train", "merge", checkpoint, "--adapter", adapter, "--out", out])
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -207,7 +207,7 @@ def read_adapter(path: Path) -> Adapter:
     config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
-    names = _parameter_names(stored, config, groups)
+    names = _parameter_names(stored, config, groups.keys())
     pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
     for name in replacements.keys() & {f"{pair.module}.{pair.parameter}" for pair in pairs}:
         # peft saves an adapted embedding beside its adapter.
@@ -272,8 +272,8 @@ def _of_model(path: Path) -> Set[str]:
     """Return the weight files of a model in an adapter's directory, which its config declares."""
     if not (path / CONFIG_FILE).is_file():
         return frozenset()
-    listed = read_json(path / INDEX_FILE).get("weight_map") if (path / INDEX_FILE).is_file() else None
-    return {SINGLE_FILE, *(listed.values() if isinstance(listed, dict) else ())}
+    index = read_json(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else {}
+    return {SINGLE_FILE, *indexed_files(index)}
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
@@ -317,21 +317,20 @@ def _not_mergeable(stored: Checkpoint, found: str) -> CheckpointError:
     )
 
 
-def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterable[_Wrapped]) -> dict[_Wrapped, str]:
+def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Set[_Wrapped]) -> dict[_Wrapped, str]:
     """Return the parameter that each group of tensors adapts, from the depth of peft's wrapping."""
-    depths: dict[str, list[int]] = {}
-    for module, depth in groups:
-        depths.setdefault(module, []).append(depth)
     named: dict[_Wrapped, str] = {}
-    for module, found in depths.items():
-        experts = EXPERT_PARAMETERS if module.endswith("experts") else ()
+    for module, count in Counter(module for module, _ in groups).items():
+        experts = _FUSED if module.endswith("experts") else ()
         ordered = [name for name in experts if config.targets(f"{module}.{name}")] or ["weight"]
-        if sorted(found) != list(range(len(ordered))):
+        # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
+        wanted = {(module, depth): name for depth, name in enumerate(reversed(ordered))}
+        if count != len(wanted) or not wanted.keys() <= groups:
             raise CheckpointError(
-                f"{stored.path}: {module} is adapted {len(found)} times, while target_parameters lists "
+                f"{stored.path}: {module} is adapted {count} times, while target_parameters lists "
                 f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
             )
-        named |= {(module, len(ordered) - 1 - place): name for place, name in enumerate(ordered)}
+        named |= wanted
     return named
 
 
@@ -444,16 +443,18 @@ class _Plan:
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._lm_head = layout.lm_head_key
         self._tied |= self.home(LM_HEAD) is None
-        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
-        self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
-        # peft also stores a resized embedding that it did not train.
+        self._ends = (self._embedding, self._lm_head)
+        adapted = [f"{pair.module}.weight" for pair in adapter.pairs]
+        self._embedding_is_adapted = any(
+            self.home(name) == self._embedding for name in (*adapter.replacements, *adapted)
+        )
         saved = tuple(adapter.stored.config.get("modules_to_save") or ())
-        trained = [name for name in adapter.replacements if name.removesuffix(".weight").endswith(saved)]
-        trained += [f"{pair.module}.weight" for pair in adapter.pairs]
-        whole = {name for name, key in adapter.replacements.items() if adapter.stored.tensors[key].file != ADAPTER_FILE}
-        trained += [name for name in whole if name.endswith(LM_HEAD)]
-        ends = (self._embedding, self._lm_head)
-        self._trains_ends = any(self.home(name) in ends or name.endswith(LM_HEAD) for name in trained)
+        for name, key in adapter.replacements.items():
+            # peft also stores a resized embedding that it did not train.
+            of_file = adapter.stored.tensors[key].file != ADAPTER_FILE and name.endswith(LM_HEAD)
+            if of_file or name.removesuffix(".weight").endswith(saved):
+                adapted.append(name)
+        self._trains_ends = any(self.home(name) in self._ends or name.endswith(LM_HEAD) for name in adapted)
 
     def home(self, name: str) -> str | None:
         """Return the stored key of a parameter, None where there is none or its parts are stored separately.
@@ -461,7 +462,7 @@ class _Plan:
         Keys may differ from transformers' names: wrappers add another prefix than text-only models have, and some
         releases name the embedding, or parts of a wrapper or of a layer, differently.
         """
-        bare, of_rules = self._bare(name), self._of_rules(name)
+        bare, of_rules = _WRAPPERS.sub("", name), self._of_rules(name)
         candidates = [name, self.layout.trunk_prefix + bare, bare]
         if len(of_rules) == 1:
             candidates += of_rules
@@ -474,30 +475,25 @@ class _Plan:
                 candidates.append(native + bare.removeprefix(ours))
         return next((key for key in candidates if key in self.source.tensors), None)
 
-    def _rows_of(self, name: str, num_rows: int) -> Iterator[tuple[str, slice]]:
-        """Yield the stored tensors of a parameter's rows.
+    def _rows_of(self, name: str, num_rows: int) -> Iterable[tuple[str, slice]]:
+        """Return the stored tensors of a parameter's rows.
 
         This is the parameter's name with all rows, or the key of each part with its rows where a release stores parts
         separately.
         """
         parts = [] if self.home(name) is not None else self._of_rules(name)
-        keys = parts if all(key in self.source.tensors for key in parts) else []
-        size = num_rows // max(1, len(keys))
-        for place, key in enumerate(keys or [name]):
-            yield key, slice(place * size, (place + 1) * size)
-
-    def _bare(self, name: str) -> str:
-        return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+        keys = parts if parts and all(key in self.source.tensors for key in parts) else [name]
+        return zip(keys, _equal_parts(num_rows, len(keys)), strict=True)
 
     def _of_rules(self, name: str) -> list[str]:
-        of_layer = _OF_A_LAYER.match(self._bare(name))
+        of_layer = _OF_A_LAYER.match(_WRAPPERS.sub("", name))
         return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
 
     def replace(self, name: str, key: str) -> None:
         stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
         whole = self.home(name)
-        if whole in (self._embedding, self._lm_head) and num_rows != self.source.tensors[whole].shape[0]:
+        if whole in self._ends and num_rows != self.source.tensors[whole].shape[0]:
             self.rows[whole] = num_rows
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
@@ -521,8 +517,8 @@ class _Plan:
         size, columns = pair.shape
         home = self.home(f"{experts}.{parameter}")
         count = 0 if home is None else self.source.tensors[home].shape[0]
-        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
         shape = (max(count, expert + 1), size * len(parts), columns)
+        rows = _equal_parts(size * len(parts), len(parts))[parts.index(part)]
         self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
@@ -537,10 +533,10 @@ class _Plan:
                 f"{self.adapter.path}: adapts {pair.num_experts} experts of {pair.module}, but {self.source.path} has "
                 "more; expected the same number. Merge into the base that the adapter was trained on."
             )
-        size = num_rows // len(parts)
-        for expert, (place, part) in itertools.product(range(pair.num_experts), enumerate(parts)):
-            rows = slice(place * size, (place + 1) * size)
-            self.step(part.format(expert=expert), (size, num_columns), partial(_add_product, pair, expert, rows))
+        places = zip(parts, _equal_parts(num_rows, len(parts)), strict=True)
+        for expert, (part, rows) in itertools.product(range(pair.num_experts), places):
+            shape = (rows.stop - rows.start, num_columns)
+            self.step(part.format(expert=expert), shape, partial(_add_product, pair, expert, rows))
 
     def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
         key = self.home(name)
@@ -575,25 +571,22 @@ class _Plan:
 
     def repeat_in_shared_keys(self) -> None:
         """Repeat the steps of trunk tensors in the head's copies of them."""
-        for key in self.source.tensors:
-            shared = self.layout.shared_key(key)
-            trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
-            if trunk_key in self.steps:
-                self._repeat(trunk_key, key)
-        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.steps:
-            self._repeat(self._embedding, self._lm_head)
-
-    def _repeat(self, key: str, copy: str) -> None:
-        self.steps[copy] = self.steps[key]
-        if key in self.rows:
-            self.rows[copy] = self.rows[key]
+        tensors, shared = self.source.tensors, {key: self.layout.shared_key(key) for key in self.source.tensors}
+        copies = {key: self.layout.trunk_key(one, tensors) for key, one in shared.items() if one is not None}
+        if self._tied and self._lm_head in tensors:
+            copies[self._lm_head] = self._embedding
+        for copy, key in copies.items():
+            if key in self.steps:
+                self.steps[copy] = self.steps[key]
+                if key in self.rows:
+                    self.rows[copy] = self.rows[key]
 
     def require_one_vocabulary(self) -> None:
         """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
         if not self.rows:
             return
-        ends = [key for key in (self._embedding, self._lm_head) if key in self.source.tensors]
-        rows = {self.rows.get(key, self.source.tensors[key].shape[0]) for key in ends}
+        tensors = self.source.tensors
+        rows = {self.rows.get(key, tensors[key].shape[0]) for key in self._ends if key in tensors}
         wiring = self.layout.family.wiring
         if len(rows) > 1 or wiring.own_lm_head or wiring.own_embedding:
             raise CheckpointError(
@@ -625,6 +618,11 @@ class _Plan:
                 yield value
 
         return PendingTensor(key, stored.dtype, shape, blocks)
+
+
+def _equal_parts(num_rows: int, count: int) -> list[slice]:
+    size = num_rows // count
+    return [slice(place * size, (place + 1) * size) for place in range(count)]
 
 
 def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def write_checkpoint(
         How many tensors of the trunk were compared with the source's afterwards, byte for byte, and what was found.
     """
     merge = merge or Merge()
-    placed = _placed(source, layout, head, merge.tensors, set(os.listdir(source.path)))
+    placed = _placed(source, layout, head, merge.tensors, os.listdir(source.path))
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
     changed |= {file for file, _ in source.superseded}
     documents = patched_documents(source, layout, head, merge.config_fields)
@@ -256,8 +256,8 @@ def _placed(
 
         new = {one.key: one for one in (*head.tensors, *shared_tensors(source, layout, head, of_trunk))}
         dropped = {key for key in source.tensors if layout.is_head_key(key)} - new.keys()
-        unchanged = {key for key, one in new.items() if one.origin == (source.path, key)}
-        patches |= {key: one for key, one in new.items() if key in source.tensors and key not in unchanged}
+        changed = {key: one for key, one in new.items() if one.origin != (source.path, key)}
+        patches |= {key: one for key, one in changed.items() if key in source.tensors}
         additions = [one for key, one in new.items() if key not in source.tensors]
     shard = _free_name(HEAD_FILE, taken)
     renames = _shard_names(source, additions, shard, taken)
@@ -301,8 +301,7 @@ def patched_documents(
     if head is None:
         return documents
     groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
-    stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
-    if all(stays):
+    if all(one.key in source.tensors and one.origin == (source.path, one.key) for one in head.tensors):
         unlisted = unlisted_layers(source, layout)
         if not unlisted and unmatched_by_sglang(source, layout) is None:
             return documents

@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
 from mtp_train.families.engines import EngineSupport
 
@@ -163,12 +163,11 @@ class Checkpoint:
         for file in {info.file for info in self.tensors.values()}:
             if read_metadata(self.path / file).get("format") == "mlx":
                 return f"the header of {file} has format: mlx"
-        # Convolutions of transformers are stored as (channels, 1, kernel).
-        conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
-        turned = next(
-            (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
-        )
-        return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
+        for key, info in self.tensors.items():
+            # Convolutions of transformers are stored as (channels, 1, kernel).
+            if key.endswith("conv1d.weight") and info.shape[2:] == (1,) != info.shape[1:2]:
+                return f"{key} is {list(info.shape)}, with its last two axes swapped"
+        return None
 
     @property
     def misread_keys(self) -> tuple[str, ...]:
@@ -310,9 +309,8 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
-    with path.open("rb") as handle:
-        header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-    return header.get("__metadata__", {})
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -364,14 +362,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
+def indexed_files(index: Mapping[str, Any]) -> set[str]:
+    """Return the names of the files that an index lists, without checking them."""
+    weight_map = index.get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    return {file for file in files if isinstance(file, str)}
+
+
 def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
     """Return whether an index beside the single file names that file alone, or shards that are no longer there.
 
     transformers' ``save_pretrained`` deletes the shards of an earlier save, but not their index.
     """
-    weight_map = index.get("weight_map")
-    files = weight_map.values() if isinstance(weight_map, dict) else ()
-    names = {file for file in files if isinstance(file, str)}
+    names = indexed_files(index)
     return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
 
 
@@ -448,7 +451,7 @@ def _require_generation_config(path: Path) -> None:
     # transformers reports errors in some of the other fields, and crashes on the rest.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
+            f"{file}: transformers rejects it ({one_line(error):.300}); expected settings that it can "
             "read. Correct the field, or remove the file."
         ) from error
 
@@ -457,13 +460,16 @@ def _refuse_other_weights(path: Path, config: RawConfig) -> None:
     """Raise a CheckpointError where transformers would load other files than the index or the single file."""
     explicit = config.get("transformers_weights")
     sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
-    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
-    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
-    if found is not None:
-        raise CheckpointError(
-            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
-            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
-        )
+    if sharded is not None:
+        found = f"contains {sharded}, a shard of a distributed save"
+    elif explicit is not None:
+        found = f"config.json sets transformers_weights = {explicit!r}"
+    else:
+        return
+    raise CheckpointError(
+        f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
+        f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
+    )
 
 
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], tuple[tuple[str, str], ...]]:
@@ -486,8 +492,7 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, Tenso
             "such keys); expected index and shards of one save. Download both again."
         )
     # Loaders read every tensor of a shard, listed in the index or not.
-    read = {key: info for infos in stored.values() for key, info in infos.items()}
-    unlisted = {key: info for key, info in read.items() if key not in named}
+    unlisted = {key: info for infos in stored.values() for key, info in infos.items() if key not in named}
     tensors = {key: stored[file][key] for key, file in named.items()} | unlisted
     copies = ((file, key) for file, infos in stored.items() for key in infos if tensors[key].file != file)
     return tensors, tuple(sorted(copies))

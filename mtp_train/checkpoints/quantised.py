@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,15 +156,16 @@ def packed_keys(tensors: Mapping[str, TensorInfo]) -> list[str]:
 
     Weights in FP8 without scales are left out: they are damaged whatever the config declares.
     """
-    fp8 = (key for key in tensors if tensors[key].dtype in FP8_DTYPES and not lacks_scales(key, tensors))
-    return sorted({*fp8, *(key for key in tensors if _shows_packing(key, tensors))})
+    return [key for key in sorted(tensors) if _shows_packing(key, tensors)]
 
 
 def _shows_packing(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a tensor is packed instead of a weight, or beside one that is no plain one.
+    """Return whether a tensor is packed, in FP8 or instead of a weight, or beside a weight that is no plain one.
 
     Beside a weight in plain floats, names that begin with its own count: codes that were cast, and left their scales.
     """
+    if tensors[key].dtype in FP8_DTYPES and not lacks_scales(key, tensors):
+        return True
     weight = packed_weight(key, tensors) or key.removesuffix("_scale_inv")
     plain = weight in tensors and tensors[weight].dtype in PLAIN_DTYPES
     return weight != key and (key.startswith(weight) or not plain)
@@ -228,7 +228,7 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     # Under other prefixes SGLang finds the layers that it has fused.
     if quant_method(checkpoint.config) != "compressed-tensors" or "mtp." not in layout.family.keys.head_prefixes:
         return None
-    listed = list(quant_settings(checkpoint.config).get("ignore") or [])
+    listed = quant_settings(checkpoint.config).get("ignore") or []
     patterns = [entry.removeprefix("re:") for entry in listed if entry.startswith("re:")]
     for module in listed:
         stem, _, name = module.rpartition(".")
@@ -278,16 +278,20 @@ def _is_listed(layer: str, settings: Mapping[str, Any], method: _Method) -> bool
 def _covers(entry: str, names: Iterable[str], method: _Method) -> bool:
     prefix, _, pattern = entry.partition(":")
     if prefix not in ("re", "-"):
-        pattern = fnmatch.translate(entry) if "*" in entry else rf"(.*\.)?{re.escape(entry)}(\..*)?$"
-        if method.by_substring and "*" not in entry:
-            pattern = f".*{re.escape(entry)}"
-    return any(re.match(pattern, name) for name in names)
+        name = re.escape(entry)
+        plain = f".*{name}" if method.by_substring else rf"(.*\.)?{name}(\..*)?$"
+        pattern = fnmatch.translate(entry) if "*" in entry else plain
+    return any(re.match(pattern, one) for one in names)
 
 
 def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
     """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
-    matrices = [key for key, info in tensors.items() if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES]
-    keys = [key for key in matrices if not is_scale(key, tensors) and packed_weight(key, tensors) is None]
+    keys = [
+        key
+        for key, info in tensors.items()
+        if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES
+        if not is_scale(key, tensors) and packed_weight(key, tensors) is None
+    ]
     groups: dict[str, list[str]] = {}
     for template in layout.family.keys.head_prefixes:
         for module in range(len(keys)):
@@ -303,18 +307,17 @@ def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Grou
 def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
     """Add the entries that a list of exceptions lacks; return whether there were any."""
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
-    listed = list(settings.get(field) or [])
+    listed = settings.get(field)
     entries = [entry for prefix, modules in groups.items() for entry in method.entries(prefix, modules)]
-    if entries and method.entries is _names and settings.get(field) is None:
+    if entries and method.entries is _names and listed is None:
         # Without a list transformers leaves the output matrix alone, with one only what it names.
         entries.append("lm_head")
-    added = [entry for entry in entries if entry not in listed]
-    if not added:
-        return False
-    # GPTQ stores exceptions as the keys of a mapping, all other methods as a list.
-    is_mapping = field == "dynamic"
-    settings[field] = (settings.get(field) or {}) | {entry: {} for entry in added} if is_mapping else [*listed, *added]
-    return True
+    added = [entry for entry in entries if entry not in (listed or ())]
+    if added:
+        # GPTQ stores exceptions as the keys of a mapping, all other methods as a list.
+        mapping = field == "dynamic"
+        settings[field] = {**(listed or {}), **{entry: {} for entry in added}} if mapping else [*(listed or ()), *added]
+    return bool(added)
 
 
 def scale_of(key: str, tensors: Container[str]) -> str | None:
@@ -352,15 +355,20 @@ def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
 
 def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32."""
-    scale = scale_of(key, checkpoint.tensors)
-    packed = is_packed(key, checkpoint.tensors)
-    if scale is None or not (packed or checkpoint.tensors[key].dtype in FP8_DTYPES):
+    tensors = checkpoint.tensors
+    scale, packed = scale_of(key, tensors), is_packed(key, tensors)
+    if scale is None or not (packed or tensors[key].dtype in FP8_DTYPES):
         yield from checkpoint.read_in_blocks(key)
         return
-    scales = checkpoint.read(scale).float()
-    block_rows, block_columns = _block_size(checkpoint, key, scales)
+    scales, shape = checkpoint.read(scale).float(), plain_shape(key, tensors)
+    block_rows, block_columns = _FP4_BLOCK if packed else _declared_block(checkpoint)
+    if len(shape) != 2 or scales.shape != (-(-shape[0] // block_rows), -(-shape[1] // block_columns)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "
+            f"of {block_rows} x {block_columns}. Restore weight_block_size in config.json."
+        )
     first = 0
-    for block in checkpoint.read_in_blocks(key, math.prod(plain_shape(key, checkpoint.tensors)[1:])):
+    for block in checkpoint.read_in_blocks(key, shape[1]):
         values = fp4_values(block) if packed else block.float()
         rows = torch.arange(first, first + len(values)) // block_rows
         columns = torch.arange(values.shape[1]) // block_columns
@@ -395,15 +403,4 @@ def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
 
 def _declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
     rows, columns = quant_settings(checkpoint.config).get("weight_block_size") or (128, 128)
-    return rows, columns
-
-
-def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
-    shape = plain_shape(key, checkpoint.tensors)
-    rows, columns = _FP4_BLOCK if is_packed(key, checkpoint.tensors) else _declared_block(checkpoint)
-    if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // rows), -(-shape[1] // columns)):
-        raise CheckpointError(
-            f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "
-            f"of {rows} x {columns}. Restore weight_block_size in config.json."
-        )
     return rows, columns

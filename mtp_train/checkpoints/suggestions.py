@@ -15,8 +15,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def graft_command(finetune: str, base: str) -> str:
-    out = shlex.quote(grafted_name(finetune))
-    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {out}"
+    return shlex.join(["mtp-train", "graft", finetune, "--from", base, "--out", grafted_name(finetune)])
 
 
 def grafted_name(finetune: str) -> str:
@@ -24,12 +23,12 @@ def grafted_name(finetune: str) -> str:
 
 
 def evaluate_command(checkpoint: str, out: str) -> str:
-    paths = f"{shlex.quote(checkpoint)} --endpoint http://localhost:8000/v1 --served-only --out {shlex.quote(out)}"
-    return f"mtp-train evaluate {paths}"
+    endpoint = ["--endpoint", "http://localhost:8000/v1", "--served-only"]
+    return shlex.join(["mtp-train", "evaluate", checkpoint, *endpoint, "--out", out])
 
 
 def export_command(checkpoint: str) -> str:
-    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(output_of(checkpoint, '-mtp'))}"
+    return shlex.join(["mtp-train", "export", checkpoint, "--out", grafted_name(checkpoint)])
 
 
 def draft_model_flag(path: str, depth: int) -> str:
@@ -40,10 +39,10 @@ def draft_model_flag(path: str, depth: int) -> str:
 
 def retrain_command(finetune: str, base: str, data: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
     """Return the command that retrains a head; without data, on the built-in prompts."""
-    sources = f" --data {shlex.join(data)}" if data else ""
-    sources += f" --set {shlex.join(overrides)}" if overrides else ""
-    out = shlex.quote(output_of(finetune, "-rescued"))
-    return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
+    sources = ["--data", *data] if data else []
+    sources += ["--set", *overrides] if overrides else []
+    out = output_of(finetune, "-rescued")
+    return shlex.join(["mtp-train", "rescue", finetune, "--from", base, *sources, "--out", out])
 
 
 def retrain_own_command(checkpoint: str) -> str:
@@ -54,11 +53,11 @@ def retrain_own_command(checkpoint: str) -> str:
 
 def probe_command(finetune: str, base: str) -> str:
     """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
-    return f"mtp-train probe {shlex.quote(finetune)} --from {shlex.quote(base)}"
+    return shlex.join(["mtp-train", "probe", finetune, "--from", base])
 
 
 def inspect_command(checkpoint: str, base: str | None = None) -> str:
-    return f"mtp-train inspect {shlex.quote(checkpoint)}{'' if base is None else f' --base {shlex.quote(base)}'}"
+    return shlex.join(["mtp-train", "inspect", checkpoint, *([] if base is None else ["--base", base])])
 
 
 def output_of(location: str, ending: str) -> str:
@@ -86,8 +85,7 @@ def download_command(path: Path, name: str) -> str:
     """
     model = path.resolve().parent.parent.name
     name = "/".join(model.split("--")[1:]) if model.startswith("models--") else name
-    out = shlex.quote(output_of(str(path), "-original"))
-    return f"hf download {shlex.quote(name)} --local-dir {out} --force-download"
+    return shlex.join(["hf", "download", name, "--local-dir", output_of(str(path), "-original"), "--force-download"])
 
 
 def train_command(checkpoint: str) -> str:

@@ -27,11 +27,8 @@ _PIECE = 1 << 16
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
-    found = []
-    for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
-        if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):
-            found.append(key)
-    return found
+    keys = progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}")
+    return [key for key in keys if not all(map(all_finite, checkpoint.read_in_blocks(key)))]
 
 
 def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> None:
@@ -65,19 +62,20 @@ def common_tensors(
     return {name: (ours[name], theirs[name]) for name in names}
 
 
-def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[float, float]:
-    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes.
+def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[float, float, float]:
+    """Return ``|W - W0|^2``, ``|W0|^2`` and ``|W|^2`` over the rows that both tensors have, whatever their dtypes.
 
     An embedding may have been resized. Blocks have the same rows, but for the last one of the shorter tensor.
     """
-    change, size = 0.0, 0.0
+    change = size = own = 0.0
     for new, old in zip(ours, theirs, strict=False):
         both = min(new.numel(), old.numel())
         for pair in zip(*(torch.split(one.reshape(-1)[:both], _PIECE) for one in (new, old)), strict=True):
             new_X, old_X = (one.double() for one in pair)
             change += float((new_X - old_X).square().sum())
             size += float(old_X.square().sum())
-    return change, size
+            own += float(new_X.square().sum())
+    return change, size, own
 
 
 def equal_values(checkpoint: Checkpoint, key: str, other: Checkpoint, other_key: str) -> bool:
@@ -141,18 +139,12 @@ def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | No
 
     The search of a tensor ends at its first block with another value.
     """
-    matrices, projections, zeros = 0, set(), []
-    for pending in native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors:
-        if len(pending.shape) < 2:
-            continue
-        matrices += 1
-        if _is_projection(layout, pending.key):
-            projections.add(pending.key)
-        if not any(block.float().any() for block in pending.parts()):
-            zeros.append(pending.key)
-    if not zeros or (len(zeros) < matrices and not projections & {*zeros}):
+    head = native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors
+    matrices = [one for one in head if len(one.shape) > 1]
+    zeros = [one.key for one in matrices if not any(block.float().any() for block in one.parts())]
+    if not zeros or (len(zeros) < len(matrices) and not any(_is_projection(layout, key) for key in zeros)):
         return None
-    return HeadDifference("zero", None, {"zero": tuple(zeros)})
+    return HeadDifference("zero", keys={"zero": tuple(zeros)})
 
 
 def compare_heads(
@@ -173,15 +165,14 @@ def compare_heads(
             return None
         new = plain_tensor(checkpoint, old.key, old.key)
         if new.shape == old.shape:
-            moved = squared_change(new.parts(), old.parts())
-            change, size = change + moved[0], size + moved[1]
-            own = squared_change(new.parts(), new.parts())[1] if moved[0] else moved[1]
+            moved, before, own = squared_change(new.parts(), old.parts())
+            change, size = change + moved, size + before
             is_vector = len(old.shape) < 2
-            moved_norms += moved[0] * is_vector
-            inner += (own + moved[1] - moved[0]) / 2 * (not is_vector)
+            moved_norms += moved * is_vector
+            inner += (own + before - moved) / 2 * (not is_vector)
             form = None
-            if not (is_vector and bool((new.load() == norm_value).all())):
-                form = _wrong_form(*moved, own, new, old, projection=_is_projection(layout, old.key))
+            if not (is_vector and (new.load() == norm_value).all()):
+                form = _wrong_form(moved, before, own, new, old, projection=_is_projection(layout, old.key))
         elif new.shape == old.shape[::-1] and _distance(new.load().T, old.load()) < _NEARER:
             form = "transposed"
         else:

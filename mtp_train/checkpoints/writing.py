@@ -68,7 +68,7 @@ class PendingTensor:
 
 def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
     """Return a tensor in memory as a pending one, to be written in the given stored dtype."""
-    return PendingTensor(key, dtype, tuple(value.shape), lambda: [value])
+    return PendingTensor(key, dtype, value.shape, lambda: [value])
 
 
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:

@@ -17,7 +17,7 @@ from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_oth
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
@@ -61,7 +61,7 @@ class HeadDiagnosis:
     @property
     def complete(self) -> bool:
         """Whether every needed key is present, readable and of the right shape, and there are no other keys."""
-        return bool(self.found_keys) and not (self._damaged or self.packed_keys)
+        return self.comparable and not self.shape_errors
 
     @property
     def comparable(self) -> bool:
@@ -73,11 +73,8 @@ class HeadDiagnosis:
     @property
     def quantised(self) -> bool:
         """Whether the only problem of the head is a quantisation format that we do not read."""
-        return bool(self.packed_keys) and not self._damaged
-
-    @property
-    def _damaged(self) -> bool:
-        return bool(self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors)
+        damage = self.missing_keys or self.unexpected_keys or self.shape_errors or self.dtype_errors
+        return bool(self.packed_keys) and not damage
 
     def describe(self) -> str:
         """Return one phrase that describes the first problem of the head, for an error message."""
@@ -296,9 +293,8 @@ def named_rejections(path: Path) -> Iterator[None]:
         with quiet_loading():
             yield
     except _REJECTIONS as error:
-        reason = " ".join(str(error).split())
         kind = "" if isinstance(error, _WORDED) else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{path}/config.json: transformers rejects it ({kind}{reason:.500}); expected a config that it can read. "
-            "Restore the original."
+            f"{path}/config.json: transformers rejects it ({kind}{one_line(error):.500}); expected a config that it "
+            "can read. Restore the original."
         ) from error

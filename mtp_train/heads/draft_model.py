@@ -112,7 +112,7 @@ class DraftModel:
         """Return the layers whose input the head reads, counted as vLLM and llama.cpp do; None without such a field."""
         nested = self.config.get("eagle_config") or {}
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-        return None if layers is None else tuple(int(layer) for layer in layers)
+        return None if layers is None else tuple(map(int, layers))
 
     def renamed(self, key: str) -> str:
         for theirs, ours in self.format.renames.items():
@@ -153,7 +153,8 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     needed = HeadLayout(family, "model.", 0).native_shapes(empty)
     if draft.num_drafted is not None:
         needed[OUTPUT_KEY] = (draft.num_drafted, hidden_size)
-        found |= {key: info.shape for key, info in draft.checkpoint.tensors.items() if key == OUTPUT_KEY}
+        if OUTPUT_KEY in draft.checkpoint.tensors:
+            found[OUTPUT_KEY] = draft.checkpoint.tensors[OUTPUT_KEY].shape
     return HeadDiagnosis(
         num_modules,
         num_modules if found else 0,
@@ -228,21 +229,20 @@ def values_problem(draft: DraftModel) -> str | None:
 
 def _vocabulary_problem(draft: DraftModel) -> str | None:
     """Return what is wrong with the map from rows of the output matrix to tokens, as a phrase; None for a sound map."""
-    checkpoint, num_rows = draft.checkpoint, draft.num_drafted
-    key = _map_key(checkpoint)
-    if num_rows is None or (key is None and num_rows == draft.number("vocab_size")):
+    checkpoint, num_rows, vocab_size = draft.checkpoint, draft.num_drafted, draft.number("vocab_size")
+    if num_rows is None:
         return None
+    key = _map_key(checkpoint)
     if key is None:
-        return (
-            f"no {OFFSETS_KEY} for {num_rows} of {draft.number('vocab_size')} tokens; expected an offset for each row"
-        )
+        missing = f"no {OFFSETS_KEY} for {num_rows} of {vocab_size} tokens; expected an offset for each row"
+        return None if num_rows == vocab_size else missing
     info = checkpoint.tensors[key]
-    if info.dtype not in _INTEGERS or tuple(info.shape) != (num_rows,):
+    if info.dtype not in _INTEGERS or info.shape != (num_rows,):
         return f"{key} is {info.dtype} {list(info.shape)}; expected one integer for each of {num_rows} rows"
     tokens_R = cast(Tensor, _drafted_tokens(checkpoint))
     least, most = int(tokens_R.min()), int(tokens_R.max())
-    if least < 0 or most >= draft.number("vocab_size"):
-        return f"{key} maps rows to tokens {least} to {most}; expected tokens below {draft.number('vocab_size')}"
+    if least < 0 or most >= vocab_size:
+        return f"{key} maps rows to tokens {least} to {most}; expected tokens below {vocab_size}"
     tokens = {*tokens_R.tolist()}
     if len(tokens) < num_rows:
         return f"{key} maps {num_rows} rows to {len(tokens)} tokens; expected another token for each row"

@@ -68,15 +68,17 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
     norms, matrices = list[PendingTensor](), dict[tuple[str, int], PendingTensor]()
     for one in head.tensors:
         mapped = layout.map_key(one.key)
-        tail = "" if mapped is None else mapped.ours.split(".", 2)[2]
+        if mapped is None:
+            continue
+        tail = mapped.ours.split(".", 2)[2]
         if tail.endswith("norm.weight"):
             norms.append(one)
-        elif mapped is not None and min((0, *one.shape)[-2:]) >= _LEAST and not tail.startswith(_OF_TRUNK):
+        elif min((0, *one.shape)[-2:]) >= _LEAST and not tail.startswith(_OF_TRUNK):
             matrices.setdefault((mapped.ours, mapped.place), one)
     if head.trained:
         return frozenset()
     value = norm_value(checkpoint)
-    same = all(bool((one.load() == value).all()) for one in norms)
+    same = all((one.load() == value).all() for one in norms)
     return frozenset(("norms",) * same) | frozenset(("matrices",) * _all_drawn(matrices.values()))
 
 
@@ -87,7 +89,7 @@ def _all_drawn(matrices: Iterable[PendingTensor]) -> bool:
         drawn = is_drawn((block[0] if block.ndim > 2 else block)[:_ROWS].float())
         if drawn is False:
             return False
-        some = some or drawn is True
+        some = drawn or some
     return some
 
 

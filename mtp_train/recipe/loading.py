@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mtp_train.errors import RecipeError
+from mtp_train.errors import RecipeError, one_line
 from mtp_train.recipe.json_schema import (
     Node,
     describe,
@@ -94,7 +94,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise _unparsable(place, found) from error
     # A control character, a number of thousands of digits, an escape beyond Unicode, brackets nested without end.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, LookupError) as error:
-        raise _unparsable(where, " ".join(str(error).split())) from error
+        raise _unparsable(where, one_line(error)) from error
 
 
 def dump_yaml(value: object) -> str:

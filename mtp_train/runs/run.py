@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list
 from rich.progress import Progress
-from torch import nn
 
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.locations import RECIPE_FILE
@@ -36,7 +35,7 @@ from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_a
 from mtp_train.train.machine import device_named
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
-from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.load import OnLayer, Trunk, load_trunk
 from mtp_train.trunk.precision import resolve_precision, slow_halves, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
 
@@ -163,7 +162,7 @@ def load_run_trunk(run: Run, *, dtype: str | None = None, to_shard: bool = False
         )
 
 
-def _sharder_while_loading(run: Run) -> Callable[[nn.Module], object] | None:
+def _sharder_while_loading(run: Run) -> OnLayer:
     """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
     # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
     is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None

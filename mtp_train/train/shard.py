@@ -12,7 +12,6 @@ quantised trunks and DeepSpeed need the whole trunk in main memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from mtp_train.errors import TrainingError
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.packed_rows import isolated_hidden
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import OnLayer, Trunk
 from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
 _SHARDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +37,7 @@ def shards_trunk(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type is DistributedType.FSDP
 
 
-def layer_sharder(accelerator: Accelerator) -> Callable[[nn.Module], object] | None:
+def layer_sharder(accelerator: Accelerator) -> OnLayer:
     """Return the function that shards a layer while its trunk is loaded; None for DeepSpeed, which shards trunks."""
     if accelerator.distributed_type is not DistributedType.FSDP:
         return None

@@ -35,7 +35,7 @@ from mtp_train.checkpoints.quantised import (
     quant_settings,
     require_whole_blocks,
 )
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Convention, Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
@@ -52,6 +52,9 @@ from mtp_train.upstream.transformers_private import (
     quiet_loading,
     without_packed_rows,
 )
+
+OnLayer = Callable[[nn.Module], object] | None
+"""Called with each decoder layer of a trunk as soon as it is loaded; None for a trunk that is loaded as it is."""
 
 
 def put_on(model: Any, adapter: Path) -> Any:
@@ -75,7 +78,7 @@ def put_on(model: Any, adapter: Path) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
             raise
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if re.search(r"size mismatch for \S*(?:embed|lm_head)", reason):
             raise CheckpointError(
                 f"{adapter}: was trained on a vocabulary of another size than the trunk's ({reason:.200}); expected "
@@ -320,7 +323,7 @@ class Trunk(nn.Module):
     def _after_norm(self, hidden: Tensor) -> Tensor:
         hidden = hidden[..., : self._last_width]
         streams = self.family.trunk.streams
-        if self._mixer is not None and streams is not None:
+        if streams is not None:
             rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
             joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
             mixed = self._call(self._mixer, joined)
@@ -401,7 +404,7 @@ def _loading(
     family: Family,
     config: PretrainedConfig,
     device: torch.device,
-    on_layer: Callable[[nn.Module], object] | None,
+    on_layer: OnLayer,
 ) -> Iterator[None]:
     """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
     _require_quantizer(path, family, config)
@@ -420,7 +423,7 @@ def _loading(
             if (method := quant_method(config.to_dict())) is None:
                 raise
             raise CheckpointError(
-                f"{path}: transformers cannot load weights packed with {method} ({' '.join(str(error).split()):.300}); "
+                f"{path}: transformers cannot load weights packed with {method} ({one_line(error):.300}); "
                 "expected its package. Install it, or use the unquantised checkpoint."
             ) from error
         except SafetensorError as error:
@@ -470,7 +473,7 @@ def load_trunk(
     adapter: Path | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
-    on_layer: Callable[[nn.Module], object] | None = None,
+    on_layer: OnLayer = None,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
 

@@ -20,7 +20,7 @@ from jinja2 import nodes
 
 from mtp_train.checkpoints.adapter import merge_command, tokenizer_files
 from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, Checkpoint, read_json
-from mtp_train.errors import CheckpointError, DataError
+from mtp_train.errors import CheckpointError, DataError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         # here is a bug.
         if type(error) is not Exception and not isinstance(error, _REJECTIONS):
             raise
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise CheckpointError(
             f"{checkpoint.path}: no tokenizer that loads ({type(error).__name__}: {reason:.500}); expected tokenizer "
             "files beside the weights. Copy them from the base."

@@ -23,7 +23,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import equal_values
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import empty_trunk
@@ -237,7 +237,7 @@ def _match(
             )
     except RuntimeError as error:
         # Tensors that transformers joins do not fit together.
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         return (), (f"tensors that transformers joins or splits: {reason:.200}",)
     return tuple(sorted(info["missing_keys"])), tuple(
         f"{name}: found {list(found)}, expected {list(expected)}"

@@ -36,8 +36,8 @@ def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
     new = old.clone()
     new[5, 2] = torch.nan
     base = stored(tmp_path / "old", old)
-    assert squared_change(blocks(base), blocks(base)) == (0.0, 9.0 * 2100)
-    change, size = squared_change(blocks(stored(tmp_path / "new", new)), blocks(base))
+    assert squared_change(blocks(base), blocks(base)) == (0.0, 9.0 * 2100, 9.0 * 2100)
+    change, size, _ = squared_change(blocks(stored(tmp_path / "new", new)), blocks(base))
     assert (math.isnan(change), size) == (True, 9.0 * 2100)
 
 

@@ -34,7 +34,7 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_value, paired, writ
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, held_tensor, new_directory
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of a split."""
@@ -90,7 +90,7 @@ class GgufModel:
     @property
     def present_modules(self) -> int:
         """Blocks of a head that have tensors."""
-        return len({block_of(name) for name in self.head})
+        return len(set(map(block_of, self.head)))
 
 
 def block_of(name: str) -> int:
@@ -117,7 +117,7 @@ def open_gguf(path: Path) -> GgufModel:
         readers = tuple(GGUFReader(file) for file in files)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read as GGUF ({' '.join(str(error).split()):.120}); expected a complete file of GGUF "
+            f"{path}: cannot be read as GGUF ({one_line(error):.120}); expected a complete file of GGUF "
             "version 2 or 3. Download it again."
         ) from error
     return GgufModel(files, readers, {one.name: one for reader in readers for one in reader.tensors})
@@ -141,11 +141,10 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
             continue
         mine = trunk.value(name)
         if mine in (None, []):
-            changed[name] = theirs
-        else:
-            # A number that holds for all layers may be a list where the head's differs.
-            own = mine if isinstance(mine, list) else [mine] * trunk.num_layers
-            changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
+            mine = theirs
+        # A number that holds for all layers may be a list where the head's differs.
+        own = mine if isinstance(mine, list) else [mine] * trunk.num_layers
+        changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
     return changed
 
 
@@ -210,22 +209,18 @@ def _write(
 ) -> None:
     """Write a file with a model's metadata, ``changed``, and these tensors, those of a file as they are."""
     writer = _CopyWriter(path, model.arch)
-    writer.data_alignment = model.readers[0].alignment
-    _copy_fields(writer, model, changed, len(tensors))
-    write_tensors(writer, tensors, kind, progress)
-
-
-def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
+    first, *others = model.readers
+    writer.data_alignment = first.alignment
     values = {f"{model.arch}.{name}": value for name, value in changed.items()}
-    alone = len(model.readers) == 1
-    if not alone:
-        values["split.tensors.count"] = sum(len(reader.tensors) for reader in model.readers[1:]) + num_tensors
-    for name, field in model.readers[0].fields.items():
-        if name.startswith(("GGUF.", "split.") if alone else "GGUF.") or name == "general.architecture":
-            continue
-        copy_field(writer, field, values.pop(name, None))
+    if others:
+        values["split.tensors.count"] = sum(len(reader.tensors) for reader in others) + len(tensors)
+    of_file = ("GGUF.", "general.architecture") if others else ("GGUF.", "general.architecture", "split.")
+    for name, field in first.fields.items():
+        if not name.startswith(of_file):
+            copy_field(writer, field, values.pop(name, None))
     for name, value in values.items():
         add_value(writer, name, value)
+    write_tensors(writer, tensors, kind, progress)
 
 
 def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value | None = None) -> None:
@@ -247,7 +242,7 @@ class _CopyWriter(gguf.GGUFWriter):
 
 def torch_shape(stored: ReaderTensor) -> tuple[int, ...]:
     """Return the shape that torch would give a tensor."""
-    return tuple(int(size) for size in reversed(stored.shape))
+    return tuple(stored.shape[::-1].tolist())
 
 
 def dequantised_tensor(stored: ReaderTensor) -> Tensor:
@@ -294,7 +289,7 @@ def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
     except (ValueError, NotImplementedError, KeyError) as error:
         raise UnsupportedModelError(
             f"{first}: transformers does not read the architecture {model.arch} from GGUF "
-            f"({' '.join(str(error).split()):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
+            f"({one_line(error):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
             "qwen35. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
         ) from error
 
@@ -327,7 +322,7 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
         _, block, rest = name.split(".", 2)
         places = {"trunk": _TRUNK_PREFIX, "layer": block, "module": int(block) - model.num_layers}
         # The shortest root first: a rule of a module's layers takes any name.
-        keys = [root.format(**places) + tails[rest] for root in reversed(record.roots)] if rest in tails else []
+        keys = (root.format(**places) + tails[rest] for root in reversed(record.roots) if rest in tails)
         key = next((key for key in keys if layout.map_key(key) is not None), None)
         if key is None:
             raise UnsupportedModelError(
@@ -379,19 +374,15 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
         tensors.append(held_tensor("d2t", "I64", offsets_R + torch.arange(len(offsets_R))))
     writer = _CopyWriter(path, DRAFT_ARCH)
     writer.add_type(gguf.GGUFType.MODEL)
-    for name, value in _draft_fields(config, trunk.num_layers).items():
-        add_value(writer, name, value)
+    for name, read in _DRAFT_FIELDS.items():
+        add_value(writer, f"{DRAFT_ARCH}.{name}", read(config))
+    writer.add_block_count(1)
+    # The layers that engines read where a draft model names none, as ours do not.
+    add_value(writer, f"{DRAFT_ARCH}.target_layers", [2, trunk.num_layers // 2, trunk.num_layers - 3])
     for name, field in trunk.readers[0].fields.items():
         if name.startswith("tokenizer."):
             copy_field(writer, field)
     write_tensors(writer, tensors, kind, progress)
-
-
-def _draft_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:
-    values: dict[str, Value | None] = {name: field(config) for name, field in _DRAFT_FIELDS.items()}
-    # The layers that engines read where a draft model names none, as ours do not.
-    values |= {"block_count": 1, "target_layers": [2, num_layers // 2, num_layers - 3]}
-    return {f"{DRAFT_ARCH}.{name}": value for name, value in values.items() if value is not None}
 
 
 def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, read_json, require_finite
-from mtp_train.checkpoints.gguf.record import NUM_MODULES, Cut, GgufHead, Value
+from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
@@ -114,19 +115,18 @@ def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
 def _add_fields(
     writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[PendingTensor], config: Mapping[str, Any]
 ) -> None:
-    num_layers = int(config["num_hidden_layers"])
-    blocks = {int(tensor.key.split(".")[1]) for tensor in tensors if tensor.key.startswith("blk.")}
-    writer.add_block_count(num_layers + len(blocks))
+    blocks = {tensor.key.split(".")[1] for tensor in tensors if tensor.key.startswith("blk.")}
+    writer.add_block_count(int(config["num_hidden_layers"]) + len(blocks))
     writer.add_nextn_predict_layers(len(blocks))
     for name, field in record.fields.items():
-        value = field({**config, NUM_MODULES: len(blocks)})
-        if value is not None:
-            add_value(writer, f"{record.arch}.{name}", value)
+        add_value(writer, f"{record.arch}.{name}", field({**config, NUM_MODULES: len(blocks)}))
 
 
-def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
-    writer.add_key_value(key, value, kind)
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value | None) -> None:
+    """Write a metadata field, none for None."""
+    if value is not None:
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
@@ -168,11 +168,12 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: 
             "Restore it from the base."
         )
     added = tokenizer.get_added_vocab()
-    entries = [_entry(tokenizer, texts.get(number), number, added) for number in range(vocab_size)]
+    entries = (_entry(tokenizer, texts.get(number), number, added) for number in range(vocab_size))
+    tokens, kinds = zip(*entries, strict=True)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(record.pre_tokenizer)
-    writer.add_token_list([text for text, _ in entries])
-    writer.add_token_types([kind for _, kind in entries])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
     of_family = {kind: added[text] for kind, text in record.special_tokens.items() if text in added}
     special.special_token_ids = of_family | special.special_token_ids
     for kind in ("bos", "eos") if _is_byte_level(path) else ():
@@ -214,15 +215,11 @@ def gguf_tensors(
 ) -> list[PendingTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
     of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
-    generated = [
-        held_tensor(name, "F32", torch.tensor(values))
-        for name, make in record.generated.items()
-        if (values := make(config)) is not None
-    ]
+    generated = {name: make(config) for name, make in record.generated.items()}
     return [
         *(_with_offset(one, record.norm_offset) for one in of_trunk),
         *head_tensors(trunk, layout, head, record, config),
-        *generated,
+        *(held_tensor(name, "F32", torch.tensor(one)) for name, one in generated.items() if one is not None),
     ]
 
 
@@ -247,9 +244,8 @@ def _of_head(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
-    stacks: dict[str, dict[int, PendingTensor]] = {}
-    parts: dict[str, dict[str, PendingTensor]] = {}
-    part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
+    groups: dict[str, dict[int, PendingTensor]] = {}
+    part_of = {tail: (name, place) for name, join in record.joined.items() for place, tail in enumerate(join.parts)}
     num_layers = int(config["num_hidden_layers"])
     for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
         block, tail = _place(native.key, layout, record, num_layers)
@@ -262,7 +258,8 @@ def _of_head(
             yield replace(native, key=record.outside[tail])
             continue
         if tail in part_of:
-            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = native
+            name, place = part_of[tail]
+            groups.setdefault(f"blk.{block}.{name}", {})[place] = native
             continue
         expert = _EXPERT.search(tail)
         for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
@@ -270,13 +267,11 @@ def _of_head(
             if expert is None:
                 yield replace(piece, key=name)
             else:
-                stacks.setdefault(name, {})[int(expert[0])] = piece
-    for name, experts in stacks.items():
-        pieces = [experts[number] for number in sorted(experts)]
-        yield _stacked(name, pieces)
-    for name, found in parts.items():
-        join = record.joined[name.split(".", 2)[2]]
-        yield _joined(name, [found[tail] for tail in join.parts], join.axis)
+                groups.setdefault(name, {})[int(expert[0])] = piece
+    for name, group in groups.items():
+        pieces = [group[number] for number in sorted(group)]
+        join = record.joined.get(name.split(".", 2)[2])
+        yield _stacked(name, pieces) if join is None else _joined(name, pieces, join.axis)
 
 
 def _stacked(name: str, pieces: Sequence[PendingTensor]) -> PendingTensor:
@@ -313,8 +308,13 @@ def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[s
     """Yield a native tensor, or the parts that it is cut into, under names within the block."""
     if tail in record.cuts:
         cut = record.cuts[tail]
-        for name, (shape, change) in zip(cut.names, _cut(cut, native.shape, config), strict=True):
-            yield replace(native, key=name, shape=shape, blocks=_whole_changed(native, change))
+
+        def part(place: int) -> list[Tensor]:
+            return [_cut(cut.how, native.load(), config)[place]]
+
+        shapes = [one.shape for one in _cut(cut.how, torch.empty(native.shape, device="meta"), config)]
+        for place, (name, shape) in enumerate(zip(cut.names, shapes, strict=True)):
+            yield replace(native, key=name, shape=shape, blocks=partial(part, place))
     elif tail in record.names:
         yield replace(native, key=record.names[tail])
     else:
@@ -327,31 +327,17 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _whole_changed(tensor: PendingTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], list[Tensor]]:
-    return lambda: [change(tensor.load())]
-
-
-def _cut(
-    cut: Cut, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> tuple[tuple[tuple[int, ...], Callable[[Tensor], Tensor]], ...]:
-    """Return, per part of a tensor, its shape and the function of a block that returns the part."""
-    if cut.how in ("query_pairs", "key_pairs"):
-        count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
-        return ((shape, lambda block: paired(block, count)),)
-    if cut.how == "halves":
-        *outer, rows, columns = shape
-        half = (*outer, rows // 2, columns)
-        return (half, lambda block: block[..., : rows // 2, :]), (half, lambda block: block[..., rows // 2 :, :])
+def _cut(how: str, block: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return the parts of a native tensor that GGUF stores."""
+    if how == "query_pairs":
+        return (paired(block, int(config["num_attention_heads"])),)
+    if how == "key_pairs":
+        return (paired(block, int(config["num_key_value_heads"])),)
+    if how == "halves":
+        return block.chunk(2, dim=-2)
     key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-    heads, latent = shape[0] // (key_dims + value_dims), shape[1]
-
-    def by_head(block: Tensor) -> Tensor:
-        return block.view(heads, key_dims + value_dims, latent)
-
-    return (
-        ((heads, latent, key_dims), lambda block: by_head(block)[:, :key_dims].transpose(1, 2)),
-        ((heads, value_dims, latent), lambda block: by_head(block)[:, key_dims:]),
-    )
+    by_head = block.view(-1, key_dims + value_dims, block.shape[1])
+    return by_head[:, :key_dims].transpose(1, 2), by_head[:, key_dims:]
 
 
 def paired(block: Tensor, num_heads: int) -> Tensor:

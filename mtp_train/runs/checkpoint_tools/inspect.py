@@ -335,7 +335,7 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
         ours, theirs = read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
-        difference, size = squared_change(ours, theirs)
+        difference, size, _ = squared_change(ours, theirs)
         # NaN counts as changed: it differs from everything.
         if difference != 0.0:
             changed += 1
