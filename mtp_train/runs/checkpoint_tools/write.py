@@ -77,10 +77,9 @@ class WriteResult(Shown):
     def _title(self) -> str:
         return f"Wrote {self.out}: {self.content}."
 
-    def _rows(self) -> list[tuple[str, str]]:
-        rows = [] if self.trunk is None else [("trunk", self.trunk)]
-        rows += [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
-        return [*rows, *([] if self.cure is None else [("next", self.cure)])]
+    def _rows(self) -> list[tuple[str, str | None]]:
+        notes = (("note", one) for one in self.notes)
+        return [("trunk", self.trunk), *notes, *serving_lines(self.serves), ("next", self.cure)]
 
 
 def graft(
