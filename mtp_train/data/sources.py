@@ -35,6 +35,7 @@ from mtp_train.data.records import (
     PlainText,
     Record,
     content_group,
+    json_or_text,
     parse_content,
     parse_text,
     parsed_json,
@@ -136,11 +137,13 @@ def load_records(
     pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
     for number, (row, opening), (content, others) in pairs:
         where = f"{name}, record {number}"
-        if group_field:
-            group = _parse_group(row.get(group_field), group_field, where)
-        else:
+        if not group_field:
             # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
             group = content_group(content if opening is None else PlainText(opening))
+        elif row.get(group_field) is None:
+            raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
+        else:
+            group = parse_text(str(row[group_field]), group_field, where)
         records.append(Record(f"{name}#{number}", group, content, others))
     return records
 
@@ -341,7 +344,7 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
     """Yield the objects of JSON lines, or of a document: a list of objects, or one object."""
     lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
     first = next(lines, (1, "[]"))
-    if _is_object(first[1]):
+    if isinstance(json_or_text(first[1]), dict):
         for number, line in chain([first], lines):
             yield _object(line, file, number)
         return
@@ -353,13 +356,6 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
         if not isinstance(entry, dict):
             raise ValueError(f"record {number} is not an object")
         yield entry
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(parsed_json(line), dict)
-    except ValueError:
-        return False
 
 
 def _object(line: str, file: str, number: int) -> Row:
@@ -497,12 +493,6 @@ def _naming(row: Row, field: str) -> str:
     turns = {ours: name for ours, part in QUESTION_AND_ANSWER.items() for name in [*filter(part.search, texts)][:1]}
     columns = json.dumps(turns or {"instruction": "COLUMN"}, ensure_ascii=False)
     return f"Add {shlex.quote(f'{field}.columns={columns}')}, and the chat template writes them."
-
-
-def _parse_group(value: object, group_field: str, where: str) -> str:
-    if value is None:
-        raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
-    return parse_text(str(value), group_field, where)
 
 
 def _listed(columns: Sequence[str]) -> str:
