@@ -282,15 +282,11 @@ class CheckResult(Shown):
             "kinds": {kind: list(engines) for kind, engines in self.kinds.items()},
         }
 
-    @property
-    def _chosen(self) -> set[str]:
-        return {choice.field for choice in self.choices}
-
     def resolved_yaml(self) -> str:
         """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
         return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
+    def _rows(self) -> Iterator[tuple[str, str | None]]:
         recipe, plan, problem = self.recipe, self.plan, self.room.problem
         if problem is not None:
             yield "does not fit", problem
@@ -299,7 +295,8 @@ class CheckResult(Shown):
         yield "trains", self._subject()
         yield "text", self.data or "not read, as the trunk has no tokenizer; a run refuses such a trunk"
         # Fixed once the answers are there.
-        about = "about " if recipe.data.regenerate is not None and "train.max_steps" in self._chosen else ""
+        is_chosen = any(choice.field == "train.max_steps" for choice in self.choices)
+        about = "about " if recipe.data.regenerate is not None and is_chosen else ""
         yield (
             "steps",
             f"{about}{plan.max_steps} of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
@@ -314,8 +311,7 @@ class CheckResult(Shown):
                 f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
                 f"passes: at most {share:.0%} of the tokens above",
             )
-        if self.kernels is not None:
-            yield "kernels", self.kernels
+        yield "kernels", self.kernels
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
@@ -327,13 +323,11 @@ class CheckResult(Shown):
                 init = "" if kind == "mtp" else " head.init=random"
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
-        if self.rewired is not None:
-            yield "head", self.rewired
+        yield "head", self.rewired
         if self.choices:
             values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
             yield "chosen by rule", f"{values}; reasons with --show recipe"
-        if self.launch is not None and problem is None:
-            yield "launch", self.launch
+        yield "launch", self.launch if problem is None else None
 
     def _subject(self) -> str:
         recipe, model, memory = self.recipe, self.recipe.model, self.memory
