@@ -211,6 +211,11 @@ class _Source:
     def place(self) -> Path:
         return Path(self.path).expanduser()
 
+    @property
+    def _dataset(self) -> str:
+        """The id on the hub, or the directory."""
+        return self.path if self.files is None else str(self.place)
+
     def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
         """Return the column names and the rows, some of which are decoded only when they are asked for.
 
@@ -237,12 +242,10 @@ class _Source:
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
-        if self.files is None:
-            table = datasets.load_dataset(self.path, self.config, split=self.split)
-        elif is_saved(self.place):
+        if is_saved(self.place):
             table = _saved(self.place, self.split)
-        elif self.place.is_dir():
-            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
+        elif self.files is None or self.place.is_dir():
+            table = datasets.load_dataset(self._dataset, self.config, split=self.split)
         else:
             kind = BUILDERS[_suffix(self.files[0])]
             table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
@@ -262,7 +265,7 @@ class _Source:
             return None
         if files is not None and not place.is_dir():
             return {"train": [str(file) for file in files]}
-        builder = datasets.load_dataset_builder(self.path if files is None else str(place), self.config)
+        builder = datasets.load_dataset_builder(self._dataset, self.config)
         is_json = isinstance(builder, JsonBuilder)
         if (files is None and not is_json) or (is_json and builder.config.field is not None):
             return None
@@ -270,8 +273,10 @@ class _Source:
         if files is not None:
             # By the names that the user gave, without those that were left out.
             ours = {file.resolve(): str(file) for file in files}
-            resolved = {split: [Path(one).resolve() for one in some] for split, some in found.items()}
-            return {split: [ours[one] for one in some if one in ours] for split, some in resolved.items()}
+            return {
+                split: [ours[real] for one in some if (real := Path(one).resolve()) in ours]
+                for split, some in found.items()
+            }
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
