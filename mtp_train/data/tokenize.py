@@ -197,8 +197,8 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
         if isinstance(record.content, Chat):
             unread.update(known.intersection(record.unread))
             ignored.update(record.content.variables.keys() - known)
-            has_calls = any("tool_calls" in message for message in record.content.messages)
-            ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
+            if not writes_calls and any("tool_calls" in message for message in record.content.messages):
+                ignored["tool_calls"] += 1
         elif isinstance(record.content, PromptResponse):
             unread.update(column for column in record.unread if column in CHAT_COLUMNS)
     kinds = (
