@@ -63,7 +63,8 @@ STATE_BYTES = 4
 DOUBLINGS = 5
 """Most times that the number of processes is doubled."""
 SERVERS = (
-    *("data.regenerate.endpoint=http://localhost:8000/v1", "data.regenerate.batch_size=null"),
+    "data.regenerate.endpoint=http://localhost:8000/v1",
+    "data.regenerate.batch_size=null",
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
@@ -390,11 +391,11 @@ def check(
     machine = device_named(device)
     resolved, choices = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
     world_size = processes or resolved.train.processes or launched_processes()
-    words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *override_texts(overrides)]
+    changes = override_texts(overrides)
+    words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *changes]
     if words and resolved.train.processes not in (None, world_size):
         words.append(f"train.processes={world_size}")
-    given = recipe, override_texts(overrides)
-    return _checked(resolved, choices, world_size, machine, words, given, is_here=device is None)
+    return _checked(resolved, choices, world_size, machine, words, (recipe, changes), is_here=device is None)
 
 
 def _launch_command(words: Sequence[str], room: Room) -> str:

@@ -343,8 +343,9 @@ def _head_of_gguf(file: Path, out: Path, progress: Progress) -> Path:
         raise CheckpointError(
             f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
         )
-    write_head_alone(model, out / f"mtp-{file.name}", progress)
-    return out / f"mtp-{file.name}"
+    written = out / f"mtp-{file.name}"
+    write_head_alone(model, written, progress)
+    return written
 
 
 def _head_in_gguf(file: Path) -> WriteResult:
