@@ -89,11 +89,11 @@ def _means_recipe(word: str) -> bool:
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
-    if hasattr(args, "overrides"):
+    if hasattr(args, "data"):
         # Hints name changes to add to a command, which may end in --data.
-        unknown += [word for word in getattr(args, "data", ()) if _CHANGE.match(word)]
-        if hasattr(args, "data"):
-            args.data = [path for path in args.data if path not in unknown]
+        unknown += [word for word in args.data if _CHANGE.match(word)]
+        args.data = [path for path in args.data if path not in unknown]
+    if hasattr(args, "overrides"):
         # argparse takes a list of words in one place only; changes to a recipe may follow options.
         changes = [word for word in unknown if word[0] != "-" and "=" in word]
         args.overrides = [*args.overrides, *changes]
@@ -150,6 +150,10 @@ class Printed(NamedTuple):
 
 Handler = Callable[[argparse.Namespace], Any]
 """Returns a result of the public API, or what to print of it."""
+
+
+AddArgument = Callable[..., Any]
+"""``add_argument`` of a command."""
 
 
 class WithDefaults(argparse.HelpFormatter):
@@ -370,7 +374,7 @@ def _add_decoding(commands: Any) -> None:
     _add_grid(compare.add_argument)
 
 
-def _add_generate(add: Callable[..., Any]) -> None:
+def _add_generate(add: AddArgument) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
@@ -389,7 +393,7 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 
 
-def _add_evaluate(add: Callable[..., Any]) -> None:
+def _add_evaluate(add: AddArgument) -> None:
     subject = "a checkpoint, or the directory of a run: its trunk and its trained head"
     add("checkpoint", metavar="CKPT|RUN", help=subject)
     add("--head", help=f"{_DRAFTER} (default: its own)")
@@ -402,12 +406,12 @@ def _add_evaluate(add: Callable[..., Any]) -> None:
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
 
 
-def _add_server(add: Callable[..., Any]) -> None:
+def _add_server(add: AddArgument) -> None:
     add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
-def _add_grid(add: Callable[..., Any]) -> None:
+def _add_grid(add: AddArgument) -> None:
     suites = "builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file"
     add("--suite", default="auto", help=suites)
     add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
@@ -426,7 +430,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 
 
-def _add_variables(add: Callable[..., Any]) -> None:
+def _add_variables(add: AddArgument) -> None:
     variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
     given = {"nargs": "+", "action": "extend", "type": _variable, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)
