@@ -89,11 +89,11 @@ def _means_recipe(word: str) -> bool:
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
-    if hasattr(args, "overrides"):
+    if hasattr(args, "data"):
         # Hints name changes to add to a command, which may end in --data.
-        unknown += [word for word in getattr(args, "data", ()) if _CHANGE.match(word)]
-        if hasattr(args, "data"):
-            args.data = [path for path in args.data if path not in unknown]
+        unknown += [word for word in args.data if _CHANGE.match(word)]
+        args.data = [path for path in args.data if path not in unknown]
+    if hasattr(args, "overrides"):
         # argparse takes a list of words in one place only; changes to a recipe may follow options.
         changes = [word for word in unknown if word[0] != "-" and "=" in word]
         args.overrides = [*args.overrides, *changes]
@@ -152,6 +152,10 @@ Handler = Callable[[argparse.Namespace], Any]
 """Returns a result of the public API, or what to print of it."""
 
 
+AddArgument = Callable[..., Any]
+"""``add_argument`` of a command."""
+
+
 class WithDefaults(argparse.HelpFormatter):
     """Print the default of every option, unless its help already contains one; do not break examples."""
 
@@ -187,11 +191,41 @@ EXAMPLES = {
 """Arguments of every command, for its help."""
 
 
-def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
+def call(args: argparse.Namespace, **given: Any) -> Any:
+    """Call the command's function of the public API with the arguments that have the names of its parameters.
+
+    Args:
+        given: Further arguments, and other values for those of the command line.
+    """
+    if hasattr(args, "recipe"):
+        # The libraries that run a recipe take seconds to import: a wrong field is told before.
+        from mtp_train.recipe.loading import load_recipe
+
+        load_recipe(args.recipe, args.overrides)
+    function = getattr(mtp, "write_recipe" if args.command == "init" else args.command)
+    parameters = inspect.signature(function).parameters
+    given = {key: value for key, value in vars(args).items() if key in parameters} | given
+    if "console" in parameters:
+        # Tables are on stdout, with ``--json`` on stderr.
+        given["console"] = Console(quiet=args.quiet or not is_main_process())
+    if "progress" not in parameters or "progress" in given:
+        return function(**given)
+    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
+        return function(**given, progress=progress)
+
+
+def add_command(
+    commands: Any, name: str, text: str, handler: Handler = call, **settings: Any
+) -> argparse.ArgumentParser:
     """Add a subcommand with the options of all commands to the parser's commands and return its parser."""
-    about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
-    about["epilog"] = f"example: mtp-train {name} {EXAMPLES[name]}".rstrip()
-    command: argparse.ArgumentParser = commands.add_parser(name, formatter_class=WithDefaults, **about, **settings)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        formatter_class=WithDefaults,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example: mtp-train {name} {EXAMPLES[name]}".rstrip(),
+        **settings,
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
     command.add_argument("-q", "--quiet", action="store_true", help="print the result and errors only")
     command.add_argument("-v", "--verbose", action="store_true", help="print messages of libraries, and tracebacks")
@@ -214,9 +248,9 @@ def _add_runs(commands: Any) -> None:
     shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
     check.add_argument("--show", choices=("recipe",), help=shown)
 
-    add_command(commands, "recipes", "list the recipes and accelerate files of the package", calling("recipes"))
+    add_command(commands, "recipes", "list the recipes and accelerate files of the package")
 
-    init = add_command(commands, "init", "write a recipe for a model", calling("write_recipe"))
+    init = add_command(commands, "init", "write a recipe for a model")
     init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
     init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
@@ -225,14 +259,14 @@ def _add_runs(commands: Any) -> None:
     _add_device(init)
 
     answers = "only generate the trunk's answers to the recipe's prompts"
-    _add_recipe(commands, "regenerate", answers, calling("regenerate"))
+    _add_recipe(commands, "regenerate", answers)
 
-    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", calling("probe"))
+    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help")
     _add_pair(probe)
     probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
-    rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", calling("rescue"))
+    rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps")
     _add_pair(rescue)
     rescue.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
     _add_data(rescue)
@@ -256,34 +290,11 @@ def _add_data(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
 
 
-def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argparse.ArgumentParser:
+def _add_recipe(commands: Any, name: str, text: str, handler: Handler = call) -> argparse.ArgumentParser:
     command = add_command(commands, name, text, handler, allow_abbrev=False)
     command.add_argument("recipe", type=Path, help="a YAML file, or a name that mtp-train recipes lists")
     command.add_argument("overrides", nargs="*", metavar="section.field=value")
     return command
-
-
-def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
-    """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
-    if hasattr(args, "recipe"):
-        # The libraries that run a recipe take seconds to import: a wrong field is told before.
-        from mtp_train.recipe.loading import load_recipe
-
-        load_recipe(args.recipe, args.overrides)
-    function = getattr(mtp, name)
-    parameters = inspect.signature(function).parameters
-    given = {key: value for key, value in vars(args).items() if key in parameters} | given
-    if "console" in parameters:
-        # Tables are on stdout, with ``--json`` on stderr.
-        given["console"] = Console(quiet=args.quiet or not is_main_process())
-    if "progress" not in parameters or "progress" in given:
-        return function(**given)
-    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
-        return function(**given, progress=progress)
-
-
-def calling(name: str) -> Handler:
-    return lambda args: call(args, name)
 
 
 def _count(text: str) -> int:
@@ -295,7 +306,7 @@ def _count(text: str) -> int:
 
 def _run_recipe(args: argparse.Namespace) -> Printed:
     try:
-        done = call(args, "run")
+        done = call(args)
     except mtp.GateRefusedError as error:
         done = mtp.RunResult(error.exit_code, error.reason, str(error), "done", error.run_dir or Path())
         if not args.json:
@@ -307,36 +318,36 @@ def _run_recipe(args: argparse.Namespace) -> Printed:
 
 
 def _check(args: argparse.Namespace) -> Printed:
-    found = call(args, "check")
+    found = call(args)
     is_refused = found.room.problem is not None and args.device is not None
     text = str(found) if args.show is None else found.resolved_yaml().rstrip()
     return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
 
 
 def _add_checkpoints(commands: Any) -> None:
-    inspected = add_command(commands, "inspect", "report the state of a checkpoint's head", calling("inspect"))
+    inspected = add_command(commands, "inspect", "report the state of a checkpoint's head")
     inspected.add_argument("checkpoint")
     inspected.add_argument("--base", help="the checkpoint it was fine-tuned from")
 
-    graft = add_command(commands, "graft", "put the base's head back on a fine-tune", calling("graft"))
+    graft = add_command(commands, "graft", "put the base's head back on a fine-tune")
     graft.add_argument("fine_tune", metavar="finetune")
     graft.add_argument("--from", dest="base", required=True, metavar="BASE")
     graft.add_argument("--head", choices=KINDS, help="its storage in a GGUF file (default: q8_0, or as BASE has it)")
     _add_output(graft)
 
-    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", calling("merge"))
+    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept")
     merge.add_argument("checkpoint")
     merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
     _add_output(merge)
 
-    export = add_command(commands, "export", "write a servable checkpoint of a run", calling("export"))
+    export = add_command(commands, "export", "write a servable checkpoint of a run")
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
     form = export.add_mutually_exclusive_group()
     form.add_argument("--gguf", choices=KINDS, help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
 
-    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", calling("demo"))
+    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts")
     demo.add_argument("out", type=Path, metavar="DIR")
 
 
@@ -363,7 +374,7 @@ def _add_decoding(commands: Any) -> None:
     _add_grid(compare.add_argument)
 
 
-def _add_generate(add: Callable[..., Any]) -> None:
+def _add_generate(add: AddArgument) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
@@ -382,7 +393,7 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 
 
-def _add_evaluate(add: Callable[..., Any]) -> None:
+def _add_evaluate(add: AddArgument) -> None:
     subject = "a checkpoint, or the directory of a run: its trunk and its trained head"
     add("checkpoint", metavar="CKPT|RUN", help=subject)
     add("--head", help=f"{_DRAFTER} (default: its own)")
@@ -395,12 +406,12 @@ def _add_evaluate(add: Callable[..., Any]) -> None:
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
 
 
-def _add_server(add: Callable[..., Any]) -> None:
+def _add_server(add: AddArgument) -> None:
     add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
-def _add_grid(add: Callable[..., Any]) -> None:
+def _add_grid(add: AddArgument) -> None:
     suites = "builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file"
     add("--suite", default="auto", help=suites)
     add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
@@ -419,7 +430,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 
 
-def _add_variables(add: Callable[..., Any]) -> None:
+def _add_variables(add: AddArgument) -> None:
     variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
     given = {"nargs": "+", "action": "extend", "type": _variable, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)
@@ -456,7 +467,7 @@ def _generate(args: argparse.Namespace) -> Printed:
             print(printable(text), end="", flush=True)
 
         on_text = show if streams else None
-        done = call(args, "generate", sampling=sampling, on_text=on_text, progress=progress)
+        done = call(args, sampling=sampling, on_text=on_text, progress=progress)
     if streams:
         print(flush=True)
     if not args.json:
@@ -469,7 +480,7 @@ def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace) -> Printed:
-    done = call(args, args.command, grid=mtp.EvaluationGrid(**of_fields(args, mtp.EvaluationGrid)))
+    done = call(args, grid=mtp.EvaluationGrid(**of_fields(args, mtp.EvaluationGrid)))
     console = Console()
     with console.capture() as capture:
         console.print(done)

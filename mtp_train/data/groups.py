@@ -37,7 +37,6 @@ SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 20, 4096
 """A shingle in at least this share of a sample of texts, and in at least so many of them, is part of a shared
 instruction and is left out. Otherwise all prompts with the same long instruction would be one group."""
 
-Floats = NDArray[np.float64]
 Hashes = NDArray[np.uint32]
 Sketches = NDArray[np.uint16]
 Indices = NDArray[np.int64]

@@ -205,10 +205,10 @@ def _turn(role: str, content: object) -> Message:
 
 def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a record's ``chat_template_kwargs`` and ``tools``, each of which may be JSON text."""
-    given = _json_or_text(_without_nulls(values.get("chat_template_kwargs")))
+    given = json_or_text(_without_nulls(values.get("chat_template_kwargs")))
     if given and not isinstance(given, Mapping):
         raise _refused(where, f"chat_template_kwargs are {_shown(given)}", "an object")
-    tools = _json_or_text(_without_nulls(values.get("tools")))
+    tools = json_or_text(_without_nulls(values.get("tools")))
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise _refused(where, f"tools are {_shown(tools)}", "a list of objects, or its JSON text")
     found = {**(given or {}), **({"tools": tools} if tools else {})}
@@ -270,7 +270,7 @@ def _parse_message(value: object, where: str) -> Message:
         message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
     message["content"] = _joined(message.get("content"))
-    if not isinstance(message.get("content"), str):
+    if not isinstance(message["content"], str):
         kind = UnsupportedRecordError if _has_other_parts(message["content"]) else DataError
         raise _refused(where, f"content is {_shown(message['content'])}", "text", kind)
     _require_unicode(message["content"], "content", where)
@@ -282,7 +282,7 @@ def _parse_message(value: object, where: str) -> Message:
 
 def _called(content: object, where: str) -> Message:
     """Return the tool calls of a ShareGPT message, which is one call or a list of calls as JSON text."""
-    found = _json_or_text(content)
+    found = json_or_text(content)
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise _refused(where, f"function_call is {_shown(content)}", "JSON with name and arguments")
@@ -299,18 +299,17 @@ def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise _refused(where, f"tool_calls are {_shown(value)}", "a list of objects")
-    parsed = [{**_function(call), "arguments": _json_or_text(_function(call).get("arguments") or {})} for call in value]
-    pairs = zip(value, parsed, strict=True)
-    return [one if _function(call) is call else {**call, "function": one} for call, one in pairs]
+    return [_parse_call(call) for call in value]
 
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a tool call calls; some data has its name and arguments in the call itself."""
-    function = call.get("function")
-    return function if isinstance(function, Mapping) else call
+def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    # Some data has the function's name and arguments in the call itself.
+    function = call["function"] if isinstance(call.get("function"), Mapping) else call
+    parsed = {**function, "arguments": json_or_text(function.get("arguments") or {})}
+    return parsed if function is call else {**call, "function": parsed}
 
 
-def _json_or_text(value: object) -> Any:
+def json_or_text(value: object) -> Any:
     """Return the value of JSON text; anything else, text that is no JSON included, as it is."""
     try:
         return parsed_json(value) if isinstance(value, str) else value

@@ -35,6 +35,7 @@ from mtp_train.data.records import (
     PlainText,
     Record,
     content_group,
+    json_or_text,
     parse_content,
     parse_text,
     parsed_json,
@@ -136,11 +137,13 @@ def load_records(
     pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
     for number, (row, opening), (content, others) in pairs:
         where = f"{name}, record {number}"
-        if group_field:
-            group = _parse_group(row.get(group_field), group_field, where)
-        else:
+        if not group_field:
             # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
             group = content_group(content if opening is None else PlainText(opening))
+        elif row.get(group_field) is None:
+            raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
+        else:
+            group = parse_text(str(row[group_field]), group_field, where)
         records.append(Record(f"{name}#{number}", group, content, others))
     return records
 
@@ -208,6 +211,11 @@ class _Source:
     def place(self) -> Path:
         return Path(self.path).expanduser()
 
+    @property
+    def _dataset(self) -> str:
+        """The id on the hub, or the directory."""
+        return self.path if self.files is None else str(self.place)
+
     def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
         """Return the column names and the rows, some of which are decoded only when they are asked for.
 
@@ -234,12 +242,10 @@ class _Source:
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
-        if self.files is None:
-            table = datasets.load_dataset(self.path, self.config, split=self.split)
-        elif is_saved(self.place):
+        if is_saved(self.place):
             table = _saved(self.place, self.split)
-        elif self.place.is_dir():
-            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
+        elif self.files is None or self.place.is_dir():
+            table = datasets.load_dataset(self._dataset, self.config, split=self.split)
         else:
             kind = BUILDERS[_suffix(self.files[0])]
             table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
@@ -259,7 +265,7 @@ class _Source:
             return None
         if files is not None and not place.is_dir():
             return {"train": [str(file) for file in files]}
-        builder = datasets.load_dataset_builder(self.path if files is None else str(place), self.config)
+        builder = datasets.load_dataset_builder(self._dataset, self.config)
         is_json = isinstance(builder, JsonBuilder)
         if (files is None and not is_json) or (is_json and builder.config.field is not None):
             return None
@@ -267,8 +273,10 @@ class _Source:
         if files is not None:
             # By the names that the user gave, without those that were left out.
             ours = {file.resolve(): str(file) for file in files}
-            resolved = {split: [Path(one).resolve() for one in some] for split, some in found.items()}
-            return {split: [ours[one] for one in some if one in ours] for split, some in resolved.items()}
+            return {
+                split: [ours[real] for one in some if (real := Path(one).resolve()) in ours]
+                for split, some in found.items()
+            }
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
@@ -341,7 +349,7 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
     """Yield the objects of JSON lines, or of a document: a list of objects, or one object."""
     lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
     first = next(lines, (1, "[]"))
-    if _is_object(first[1]):
+    if isinstance(json_or_text(first[1]), dict):
         for number, line in chain([first], lines):
             yield _object(line, file, number)
         return
@@ -353,13 +361,6 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
         if not isinstance(entry, dict):
             raise ValueError(f"record {number} is not an object")
         yield entry
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(parsed_json(line), dict)
-    except ValueError:
-        return False
 
 
 def _object(line: str, file: str, number: int) -> Row:
@@ -497,12 +498,6 @@ def _naming(row: Row, field: str) -> str:
     turns = {ours: name for ours, part in QUESTION_AND_ANSWER.items() for name in [*filter(part.search, texts)][:1]}
     columns = json.dumps(turns or {"instruction": "COLUMN"}, ensure_ascii=False)
     return f"Add {shlex.quote(f'{field}.columns={columns}')}, and the chat template writes them."
-
-
-def _parse_group(value: object, group_field: str, where: str) -> str:
-    if value is None:
-        raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
-    return parse_text(str(value), group_field, where)
 
 
 def _listed(columns: Sequence[str]) -> str:

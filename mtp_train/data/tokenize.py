@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,7 +43,7 @@ FIRST_TARGET = 2
 """Index of the first token that any depth can predict: depth 1 at row 0 predicts token 2."""
 
 
-@dataclass(frozen=True, eq=False, init=False, slots=True)
+@dataclass(eq=False, init=False, slots=True)
 class Document:
     """Tokens that attend only to one another; 5 bytes per token.
 
@@ -59,10 +60,9 @@ class Document:
     id: str
 
     def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[bool], group: str, id: str) -> None:
-        object.__setattr__(self, "input_ids", np.array(input_ids, dtype=np.int32))
-        object.__setattr__(self, "loss_mask", np.array(loss_mask, dtype=np.bool_))
-        object.__setattr__(self, "group", group)
-        object.__setattr__(self, "id", id)
+        self.input_ids = np.array(input_ids, dtype=np.int32)
+        self.loss_mask = np.array(loss_mask, dtype=np.bool_)
+        self.group, self.id = group, id
 
     def has_target(self) -> bool:
         return bool(self.loss_mask[FIRST_TARGET:].any())
@@ -93,13 +93,11 @@ def tokenize_records(
     documents: list[Document] = []
     truncated = dropped = 0
     for record in records:
-        texts = _tokenize(record, tokenizer)
-        if isinstance(record.content, PlainText):
-            pieces = [piece for token_ids, mask in texts for piece in _split(token_ids, mask, seq_len_tokens)]
-        else:
-            truncated += any(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
-            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
-        kept = [document for document in _documents(pieces, record) if document.has_target()]
+        texts = [_split(*text, seq_len_tokens) for text in _tokenize(record, tokenizer)]
+        if not isinstance(record.content, PlainText):
+            truncated += any(len(pieces) > 1 for pieces in texts)
+            texts = [pieces[:1] for pieces in texts]
+        kept = [document for document in _documents(list(chain(*texts)), record) if document.has_target()]
         dropped += not kept
         documents += kept
     found = (
@@ -139,9 +137,10 @@ def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
-    if len(pieces) == 1:
-        return [Document(*pieces[0], record.group, record.id)]
-    return [Document(*piece, record.group, f"{record.id}/{number}") for number, piece in enumerate(pieces)]
+    return [
+        Document(*piece, record.group, record.id if len(pieces) == 1 else f"{record.id}/{number}")
+        for number, piece in enumerate(pieces)
+    ]
 
 
 def frequent_tokens(documents: Iterable[Document], size: int, vocab_size: int, always: Collection[int]) -> list[int]:
@@ -198,8 +197,8 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
         if isinstance(record.content, Chat):
             unread.update(known.intersection(record.unread))
             ignored.update(record.content.variables.keys() - known)
-            has_calls = any("tool_calls" in message for message in record.content.messages)
-            ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
+            if not writes_calls and any("tool_calls" in message for message in record.content.messages):
+                ignored["tool_calls"] += 1
         elif isinstance(record.content, PromptResponse):
             unread.update(column for column in record.unread if column in CHAT_COLUMNS)
     kinds = (
@@ -299,7 +298,7 @@ def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> list[tuple[list[int], list[bool]]]:
+def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> list[Tokens]:
     """Return the documents of a chat: every assistant turn is a target once, after the history it was generated from.
 
     A chat gives one document if its template renders a turn the same way whatever follows, else as few as possible.
@@ -412,9 +411,7 @@ def _shared(first: str, second: str) -> int:
     return next((index for index, (one, other) in pairs if one != other), len(second))
 
 
-def _tokens_and_mask(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[bool]]:
+def _tokens_and_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]) -> Tokens:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), [any(first <= start < last for first, last in spans) for start in starts]

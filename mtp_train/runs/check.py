@@ -63,7 +63,8 @@ STATE_BYTES = 4
 DOUBLINGS = 5
 """Most times that the number of processes is doubled."""
 SERVERS = (
-    *("data.regenerate.endpoint=http://localhost:8000/v1", "data.regenerate.batch_size=null"),
+    "data.regenerate.endpoint=http://localhost:8000/v1",
+    "data.regenerate.batch_size=null",
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
@@ -282,15 +283,11 @@ class CheckResult(Shown):
             "kinds": {kind: list(engines) for kind, engines in self.kinds.items()},
         }
 
-    @property
-    def _chosen(self) -> set[str]:
-        return {choice.field for choice in self.choices}
-
     def resolved_yaml(self) -> str:
         """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
         return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
+    def _rows(self) -> Iterator[tuple[str, str | None]]:
         recipe, plan, problem = self.recipe, self.plan, self.room.problem
         if problem is not None:
             yield "does not fit", problem
@@ -299,7 +296,8 @@ class CheckResult(Shown):
         yield "trains", self._subject()
         yield "text", self.data or "not read, as the trunk has no tokenizer; a run refuses such a trunk"
         # Fixed once the answers are there.
-        about = "about " if recipe.data.regenerate is not None and "train.max_steps" in self._chosen else ""
+        is_chosen = any(choice.field == "train.max_steps" for choice in self.choices)
+        about = "about " if recipe.data.regenerate is not None and is_chosen else ""
         yield (
             "steps",
             f"{about}{plan.max_steps} of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
@@ -314,8 +312,7 @@ class CheckResult(Shown):
                 f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
                 f"passes: at most {share:.0%} of the tokens above",
             )
-        if self.kernels is not None:
-            yield "kernels", self.kernels
+        yield "kernels", self.kernels
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
@@ -327,13 +324,11 @@ class CheckResult(Shown):
                 init = "" if kind == "mtp" else " head.init=random"
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
-        if self.rewired is not None:
-            yield "head", self.rewired
+        yield "head", self.rewired
         if self.choices:
             values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
             yield "chosen by rule", f"{values}; reasons with --show recipe"
-        if self.launch is not None and problem is None:
-            yield "launch", self.launch
+        yield "launch", self.launch if problem is None else None
 
     def _subject(self) -> str:
         recipe, model, memory = self.recipe, self.recipe.model, self.memory
@@ -396,11 +391,11 @@ def check(
     machine = device_named(device)
     resolved, choices = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
     world_size = processes or resolved.train.processes or launched_processes()
-    words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *override_texts(overrides)]
+    changes = override_texts(overrides)
+    words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *changes]
     if words and resolved.train.processes not in (None, world_size):
         words.append(f"train.processes={world_size}")
-    given = recipe, override_texts(overrides)
-    return _checked(resolved, choices, world_size, machine, words, given, is_here=device is None)
+    return _checked(resolved, choices, world_size, machine, words, (recipe, changes), is_here=device is None)
 
 
 def _launch_command(words: Sequence[str], room: Room) -> str:

@@ -97,11 +97,12 @@ class Shown:
     def _title(self) -> str:
         return ""
 
-    def _rows(self) -> Iterable[tuple[str, str]]:
+    def _rows(self) -> Iterable[tuple[str, str | None]]:
+        """Return labels and texts; a row whose text is None is not shown."""
         return ()
 
     def __str__(self) -> str:
-        rows = (f"{label}: {text}" for label, text in self._rows())
+        rows = (f"{label}: {text}" for label, text in self._rows() if text is not None)
         return "\n".join([self._title(), *rows]).removeprefix("\n")
 
     def _repr_html_(self) -> str:

@@ -37,6 +37,9 @@ from mtp_train.trunk.whole import require_whole_trunk
 CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 8, 512, 64
 """Prompts of the check of the decoder, the most tokens of each, and the tokens decoded after them."""
 
+Check = Callable[[], object]
+"""Raises an MtpError, or does nothing."""
+
 
 class HeadOnTrunk(NamedTuple):
     """A trunk by its config, and the head that is to be trained on it."""
@@ -61,7 +64,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     convention = model.family.convention(recipe.head.convention)
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
-    checks: list[Callable[[], object]] = [
+    checks: list[Check] = [
         partial(plan_of, recipe, world_size),
         partial(require_answers, recipe, Path(recipe.run_dir)),
         tracking_of(recipe).require,
@@ -76,7 +79,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
     """Return every problem of a recipe with its checkpoints, by their indices; ``base`` is None if nothing loads it."""
     # Served settings: an error now, not after training.
-    checks: list[Callable[[], object]] = [
+    checks: list[Check] = [
         partial(require_arms, recipe, finetune),
         partial(run_settings, recipe, finetune),
     ]
@@ -97,7 +100,7 @@ def raise_together(problems: Sequence[MtpError]) -> None:
         raise RecipeError(*(str(problem) for problem in problems))
 
 
-def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
+def _errors_of(checks: Sequence[Check]) -> list[MtpError]:
     found = []
     for check in checks:
         try:
@@ -107,12 +110,13 @@ def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
     return found
 
 
-def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Callable[[], object]]:
-    quantization = recipe.model.quantization
-    quantizable = [] if quantization is None else [partial(require_quantizable, quantization, config, where=path)]
-    if recipe.model.offload is None:
-        return [*quantizable]
-    return [*quantizable, partial(require_offload, world_size, config, where=path)]
+def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Check]:
+    checks: list[Check] = []
+    if recipe.model.quantization is not None:
+        checks.append(partial(require_quantizable, recipe.model.quantization, config, where=path))
+    if recipe.model.offload is not None:
+        checks.append(partial(require_offload, world_size, config, where=path))
+    return checks
 
 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:

@@ -139,16 +139,16 @@ class ProbeResult(Shown):
     def _title(self) -> str:
         return f"{self.verdict}: {self.reason}"
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _rows(self) -> list[tuple[str, str | None]]:
         trained = (
             f"{format_number(self.trained_tau, 2)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
         )
         return [
             ("base's head on the fine-tune", _level_text(self.graft)),
-            *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
+            ("base's head on the base", None if self.base is None else _level_text(self.base)),
             ("overlap lost at equal entropy", _lost_text(self)),
-            *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
-            *([] if self.trained_tau is None else [("briefly retrained", trained)]),
+            ("base's head, wired otherwise", self.wiring),
+            ("briefly retrained", None if self.trained_tau is None else trained),
             ("next", self.command),
         ]
 
@@ -335,8 +335,8 @@ class RescueResult(WriteResult):
     def _title(self) -> str:
         return f"{self.reason}.\n{super()._title()}"
 
-    def _rows(self) -> list[tuple[str, str]]:
-        return [*([] if self.page is None else [("report", self.page)]), *super()._rows()]
+    def _rows(self) -> list[tuple[str, str | None]]:
+        return [("report", self.page), *super()._rows()]
 
 
 def rescue(

@@ -127,18 +127,26 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+class Lengths(NamedTuple):
+    """Lengths of texts in tokens; ``long`` is the 95th percentile."""
+
+    mean: float
+    long: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Lengths:
+        return cls(sum(lengths) / len(lengths), sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1])
+
+
 class TextFacts(NamedTuple):
-    """Groups of the records, and their lengths in tokens; ``long`` is the 95th percentile."""
+    """Groups of the records, and their lengths."""
 
     groups: Mapping[str, int]
     """Each group's number of records."""
-    prompt_mean: float
-    prompt_long: int
-    response_mean: float | None
+    prompt: Lengths
+    response: Lengths | None
     """None where the records have no responses."""
-    response_long: int | None
-    whole_mean: float
-    whole_long: int
+    whole: Lengths
 
     @property
     def num_records(self) -> int:
@@ -252,17 +260,10 @@ def text_facts(recipe: Recipe) -> TextFacts:
     responses = [int(document.loss_mask.sum()) for document in documents]
     return TextFacts(
         groups=Counter(record.group for record in records),
-        prompt_mean=sum(prompts) / len(prompts),
-        prompt_long=_long(prompts),
-        response_mean=sum(responses) / len(responses) if responses else None,
-        response_long=_long(responses) if responses else None,
-        whole_mean=sum(wholes) / len(wholes),
-        whole_long=_long(wholes),
+        prompt=Lengths.of(prompts),
+        response=Lengths.of(responses) if responses else None,
+        whole=Lengths.of(wholes),
     )
-
-
-def _long(lengths: Sequence[int]) -> int:
-    return sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
 
 
 def _power_of_two(least: float) -> int:
@@ -290,13 +291,13 @@ def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> Non
 
     limit = min(MOST_NEW_TOKENS, model.max_positions // 2)
     told = f"at most {MOST_NEW_TOKENS} and half of the positions; no response of a record is known"
-    if text.response_long is not None:
-        limit = min(limit, max(128, _power_of_two(2 * text.response_long)))
-        told = f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
+    if text.response is not None:
+        limit = min(limit, max(128, _power_of_two(2 * text.response.long)))
+        told = f"twice the records' long responses, {text.response.long} tokens, at most {MOST_NEW_TOKENS}"
     chosen.choose("data.regenerate.max_new_tokens", limit, told)
 
     answered = chosen.recipe.data.regenerate
-    longest = text.whole_long if answered is None else text.prompt_long + answered.max_new_tokens
+    longest = text.whole.long if answered is None else text.prompt.long + answered.max_new_tokens
     length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
     told = f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
     chosen.choose("data.seq_len_tokens", length, told)
@@ -333,11 +334,11 @@ def _expected_text(recipe: Recipe, text: TextFacts) -> tuple[int, str]:
     training = text.num_records - text.num_held_out(recipe)
     spec = recipe.data.regenerate
     if spec is None:
-        tokens = round(training * text.whole_mean)
+        tokens = round(training * text.whole.mean)
         return tokens, f"about {tokens} tokens of training text"
-    answer = spec.max_new_tokens if text.response_mean is None else min(text.response_mean, spec.max_new_tokens)
-    tokens = round(min(training, spec.max_prompts or training) * (text.prompt_mean + answer))
-    known = "at most" if text.response_mean is None else "about"
+    answer = spec.max_new_tokens if text.response is None else min(text.response.mean, spec.max_new_tokens)
+    tokens = round(min(training, spec.max_prompts or training) * (text.prompt.mean + answer))
+    known = "at most" if text.response is None else "about"
     return tokens, f"{known} {tokens} tokens of training text; fixed once they are generated"
 
 

@@ -183,17 +183,17 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
     An MTP head starts from a copy of the trunk's last layer if one fits, else from random weights.
     """
     kind = most_served_kind(trunk.family)
+    head: Plain = {"kind": kind, "init": "random"}
     if kind != "mtp":
-        vocab_size = int(raw_text_config(trunk.config)["vocab_size"])
-        return {"kind": kind, "init": "random"} | (
-            {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
-        )
-    copied = load_recipe({**settings, "head": {"init": "copy_last_layer"}})
+        if int(raw_text_config(trunk.config)["vocab_size"]) > 2 * _DRAFT_VOCAB:
+            head["draft_vocab"] = _DRAFT_VOCAB
+        return head
+    copied = {**head, "init": "copy_last_layer"}
     try:
-        plan_head(copied, trunk, None)
+        plan_head(load_recipe({**settings, "head": copied}), trunk, None)
     except CheckpointError:
-        return {"kind": kind, "init": "random"}
-    return {"kind": kind, "init": "copy_last_layer"}
+        return head
+    return copied
 
 
 def _file_of(settings: Plain, start: Start) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -197,13 +196,19 @@ def render_chat(
     """
     chat_template(tokenizer, where, variables)
     _require_free(tokenizer, variables, where)
-    with template_errors(where):
+    try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
+    # A template, run in a sandbox, divides by zero or adds text to a number like any other program.
+    except Exception as error:
+        raise DataError(
+            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected messages that "
+            "it can write. Fix or remove the record, or correct chat_template.jinja in the trunk."
+        ) from error
     return str(text)
 
 
@@ -263,16 +268,3 @@ def require_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str
 
 
 _SET_HERE = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
-
-
-@contextmanager
-def template_errors(where: str) -> Iterator[None]:
-    """Report what a chat template raises in the block: a program in the sandbox of transformers."""
-    # A template divides by zero or adds text to a number like any other program. Nothing of ours runs in the block.
-    try:
-        yield
-    except Exception as error:
-        raise DataError(
-            f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected messages that "
-            "it can write. Fix or remove the record, or correct chat_template.jinja in the trunk."
-        ) from error

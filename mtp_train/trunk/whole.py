@@ -7,7 +7,7 @@ renamed, stacked and split.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +48,13 @@ class TrunkDiagnosis:
     @property
     def problems(self) -> tuple[str, ...]:
         """One phrase for each kind of problem; empty for a complete trunk."""
-        found = (
-            (
-                "trunk weights that transformers loads from a later shard than the index names",
-                self.misread_keys,
-            ),
-            ("trunk weights missing", self.missing_keys),
-            ("trunk shape mismatch", self.shape_errors),
-            ("trunk dtype", self.dtype_errors),
-        )
-        phrases = tuple(f"{what}: {first_of(keys)}" for what, keys in found if keys)
+        found = {
+            "trunk weights that transformers loads from a later shard than the index names": self.misread_keys,
+            "trunk weights missing": self.missing_keys,
+            "trunk shape mismatch": self.shape_errors,
+            "trunk dtype": self.dtype_errors,
+        }
+        phrases = tuple(f"{what}: {first_of(keys)}" for what, keys in found.items() if keys)
         if self.untied is None:
             return phrases
         return (
@@ -67,10 +64,9 @@ class TrunkDiagnosis:
         )
 
 
-def first_of(keys: Iterable[str]) -> str:
+def first_of(keys: Sequence[str]) -> str:
     """Return the first of some keys, with their number where there are several."""
-    listed = list(keys)
-    return listed[0] if len(listed) == 1 else f"{listed[0]} ({len(listed)} in all)"
+    return keys[0] if len(keys) == 1 else f"{keys[0]} ({len(keys)} in all)"
 
 
 class _Shape(Tensor):

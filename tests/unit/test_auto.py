@@ -24,6 +24,7 @@ from mtp_train.runs.resolve import (
     FROM_TEXT,
     MOST_EPOCHS,
     Choice,
+    Lengths,
     ModelFacts,
     TextFacts,
     automatic_values,
@@ -66,16 +67,11 @@ def in_groups(num_records: int, num_groups: int) -> dict[str, int]:
 
 CHATS = TextFacts(
     groups=in_groups(50_000, 40_000),
-    prompt_mean=120.0,
-    prompt_long=700,
-    response_mean=400.0,
-    response_long=900,
-    whole_mean=520.0,
-    whole_long=1500,
+    prompt=Lengths(120.0, 700),
+    response=Lengths(400.0, 900),
+    whole=Lengths(520.0, 1500),
 )
-FEW = CHATS._replace(
-    groups=in_groups(100, 100), prompt_mean=30.0, prompt_long=60, response_mean=None, response_long=None
-)
+FEW = CHATS._replace(groups=in_groups(100, 100), prompt=Lengths(30.0, 60), response=None)
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
@@ -264,10 +260,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(
         groups={text_group("abcd"): 3, text_group("a"): 1},
-        prompt_mean=13 / 4,
-        prompt_long=4,
-        response_mean=3.0,
-        response_long=3,
-        whole_mean=7.0,
-        whole_long=7,
+        prompt=Lengths(13 / 4, 4),
+        response=Lengths(3.0, 3),
+        whole=Lengths(7.0, 7),
     )

@@ -15,7 +15,7 @@ from mtp_train import CheckResult, check
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import check as check_module
 from mtp_train.runs import resolve
-from mtp_train.runs.resolve import ModelFacts, TextFacts
+from mtp_train.runs.resolve import Lengths, ModelFacts, TextFacts
 from mtp_train.train import machine
 from mtp_train.train.machine import Device, device_named
 
@@ -129,9 +129,8 @@ def test_settings_that_fit_do_so_with_the_automatic_ones_that_follow_them(
         return ModelFacts(WIDTH, 4096, 1 << 15, "cuda", spare, spare, world_size)
 
     monkeypatch.setattr(resolve, "model_facts", facts)
-    monkeypatch.setattr(
-        resolve, "text_facts", lambda recipe: TextFacts({"a": 900, "b": 100}, 100, 200, 100, 200, 200, 400)
-    )
+    text = TextFacts({"a": 900, "b": 100}, Lengths(100, 200), Lengths(100, 200), Lengths(200, 400))
+    monkeypatch.setattr(resolve, "text_facts", lambda recipe: text)
     automatic = recipe | {"train": recipe["train"] | {"micro_batch_sequences": "auto"}}
     needed = check(automatic, device="20GiB")
     assert needed.recipe.train.micro_batch_sequences == 1

@@ -166,8 +166,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
     record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
     config = config_of(donor)
-    shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
-    _require_fit(trunk, base, record.arch, shape)
+    _require_fit(trunk, base, record.arch, int(config["num_hidden_layers"]), int(config["hidden_size"]))
     require_finite_checkpoint(donor, progress)
     require_trained_head(donor)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
@@ -199,8 +198,7 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     if not donor.head or problems:
         found = problems[0] if problems else "no head"
         raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head. Use the base's checkpoint.")
-    shape = {"block_count": donor.num_layers, "embedding_length": donor.value("embedding_length")}
-    _require_fit(trunk, base, donor.arch, shape)
+    _require_fit(trunk, base, donor.arch, donor.num_layers, donor.value("embedding_length"))
     prefix = f"{donor.arch}."
     fields = {
         name.removeprefix(prefix): field.contents()
@@ -215,13 +213,13 @@ def _decoded(one: ReaderTensor) -> PendingTensor:
     return PendingTensor(one.name, "F32", torch_shape(one), lambda: [dequantised_tensor(one)])
 
 
-def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
-    mine = {"block_count": trunk.num_layers, "embedding_length": trunk.value("embedding_length")}
+def _require_fit(trunk: GgufModel, base: str, arch: str, num_layers: int, channels: int) -> None:
+    own_channels = trunk.value("embedding_length")
     if not trunk.holds_trunk:
         raise CheckpointError(f"{trunk.files[0]}: holds a head alone; expected the GGUF file of a trunk.")
-    if trunk.arch != arch or mine != shape:
+    if (trunk.arch, trunk.num_layers, own_channels) != (arch, num_layers, channels):
         raise CheckpointError(
-            f"{base}: its head is for {arch} with {shape['block_count']} layers of {shape['embedding_length']} "
-            f"channels; expected {trunk.arch} with {mine['block_count']} of {mine['embedding_length']}, as "
-            f"{trunk.files[0]} has. Name the base that it was fine-tuned from."
+            f"{base}: its head is for {arch} with {num_layers} layers of {channels} channels; expected {trunk.arch} "
+            f"with {trunk.num_layers} of {own_channels}, as {trunk.files[0]} has. Name the base that it was "
+            "fine-tuned from."
         )

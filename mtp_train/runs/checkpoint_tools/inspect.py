@@ -96,9 +96,10 @@ class TrunkChange:
         return f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)"
 
 
-def _weights_of(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> dict[str, Any]:
-    """Return the fields of an inspection about weight files, whatever they are the weights of."""
+def _of_files(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> dict[str, Any]:
+    """Return the fields of an inspection about a directory and its weights, whatever they are the weights of."""
     return {
+        "checkpoint": str(checkpoint.path),
         "non_finite_keys": tuple(find_non_finite(checkpoint, progress)),
         "unlisted_keys": checkpoint.unlisted_keys,
         "superseded": tuple(f"{key} in {file}" for file, key in checkpoint.superseded),
@@ -184,7 +185,7 @@ class Inspection(Shown):
     def _title(self) -> str:
         return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _rows(self) -> list[tuple[str, str | None]]:
         head, trunk, change = self.head, self.trunk, self.trunk_changed
         found = {
             "trunk missing": trunk.missing_keys,
@@ -200,7 +201,7 @@ class Inspection(Shown):
             "superseded by the index": self.superseded,
             "no part of the checkpoint": self.unnamed_weights,
         }
-        rows = [
+        return [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
             *((title, first_of(keys)) for title, keys in found.items() if keys),
@@ -210,7 +211,6 @@ class Inspection(Shown):
             *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
         ]
-        return [(label, text) for label, text in rows if text is not None]
 
 
 def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
@@ -258,8 +258,8 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = None
-    weights = _weights_of(checkpoint, layout, progress)
-    is_readable = not (weights["non_finite_keys"] or undeclared_weights(checkpoint))
+    files = _of_files(checkpoint, layout, progress)
+    is_readable = not (files["non_finite_keys"] or undeclared_weights(checkpoint))
     comparable = diagnosis.comparable and is_readable
     difference = zero_head(checkpoint, layout) if comparable else None
     initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
@@ -270,7 +270,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         if comparable and base_head:
             theirs = layout_of(base)
             difference = difference or compare_heads(checkpoint, layout, base, theirs, norm_value(checkpoint))
-    problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
+    problems = (*trunk.problems, *_not_finite(files["non_finite_keys"]), *_adapter_problems(checkpoint))
     if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
         initial |= {"norms"}
     status = _head_status(diagnosis, problems, base_head, difference, untrained=initial == UNTRAINED)
@@ -279,7 +279,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         status = "damaged"
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     found = Inspection(
-        checkpoint=str(checkpoint.path),
+        **files,
         family=layout.family.name,
         status=status,
         # Without any trace of a head, every key of one is not "missing"; another drafter's keys are not "unexpected".
@@ -287,7 +287,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         trunk=trunk,
         trunk_changed=change,
         head_difference=difference,
-        **weights,
         problems=problems,
         serves={},
         runs_here="yes" if unread is None else f"no: {unread}",
@@ -404,9 +403,9 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     elif checkpoint.unlisted_keys:
         unlisted = first_of(checkpoint.unlisted_keys)
         found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
-    layers = unlisted_layers(checkpoint, layout_of(checkpoint))
-    unmatched = unmatched_by_sglang(checkpoint, layout_of(checkpoint))
-    if layers:
+    layout = layout_of(checkpoint)
+    unmatched = unmatched_by_sglang(checkpoint, layout)
+    if layers := unlisted_layers(checkpoint, layout):
         reason = f"no: reads {first_of(layers)} of the head as quantised: {QUANTISATION} lists no exception for it"
         found |= dict.fromkeys(("vllm", "sglang"), reason)
     elif unmatched is not None:
@@ -415,16 +414,13 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
         )
     if "llama.cpp" in found:
         found["ollama / lm studio"] = "no: needs llama.cpp's support"
-    unserved = {engine for engine, support in checkpoint.engines.items() if support.supported is False}
-    return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
+    served = {engine for engine, support in checkpoint.engines.items() if support.supported is not False}
+    return {engine: reason for engine, reason in found.items() if engine in served}
 
 
 def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | None) -> str | None:
-    named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
-    path = str(checkpoint.path)
-    donor = named or "BASE"
-    status = found.status
-    problems = found.problems
+    path, status, problems = str(checkpoint.path), found.status, found.problems
+    donor = suggestions.named_base(checkpoint.path) or "BASE" if base is None else str(base.path)
     if found.trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
     if status == "untrained":
@@ -455,11 +451,10 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     path = str(checkpoint.path)
     original = suggestions.original_of(checkpoint.path)
     return Inspection(
-        checkpoint=path,
+        **_of_files(checkpoint, None, progress),
         family=checkpoint.family.name,
         status="foreign",
         head=HeadDiagnosis(0, 0, (), (), (), ()),
-        **_weights_of(checkpoint, None, progress),
         serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
         cure=suggestions.download_command(checkpoint.path, original or "ORIGINAL"),
         runs_here="no: in MLX's layout",
@@ -473,11 +468,10 @@ def _inspect_dspark(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     keys = tuple(key for key in checkpoint.tensors if key.startswith(DSPARK_PREFIX))
     head = HeadDiagnosis(0, 0, keys, (), (), (), foreign=foreign_drafter(checkpoint, ()))
     found = Inspection(
-        checkpoint=str(checkpoint.path),
+        **_of_files(checkpoint, None, progress),
         family=str(checkpoint.text_config.get("model_type")),
         status="foreign",
         head=head,
-        **_weights_of(checkpoint, None, progress),
         serves={},
         runs_here=f"no: {head.describe()}",
     )
@@ -547,17 +541,16 @@ def _inspect_drafter(
     cannot be decoded with here.
     """
     path = shlex.quote(str(checkpoint.path))
-    weights = _weights_of(checkpoint, None, progress)
-    problems = (*problems, *_not_finite(weights["non_finite_keys"]))
+    files = _of_files(checkpoint, None, progress)
+    problems = (*problems, *_not_finite(files["non_finite_keys"]))
     whole = diagnosis.complete and not problems
     reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
     refusal = problems[0] if problems else unsupported
     return Inspection(
-        checkpoint=str(checkpoint.path),
+        **files,
         family=family,
         status="partial" if not diagnosis.complete else "damaged" if problems else "healthy",
         head=diagnosis,
-        **weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else suggestions.download_command(checkpoint.path, "DRAFTER"),

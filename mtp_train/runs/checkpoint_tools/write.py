@@ -77,10 +77,9 @@ class WriteResult(Shown):
     def _title(self) -> str:
         return f"Wrote {self.out}: {self.content}."
 
-    def _rows(self) -> list[tuple[str, str]]:
-        rows = [] if self.trunk is None else [("trunk", self.trunk)]
-        rows += [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
-        return [*rows, *([] if self.cure is None else [("next", self.cure)])]
+    def _rows(self) -> list[tuple[str, str | None]]:
+        notes = (("note", one) for one in self.notes)
+        return [("trunk", self.trunk), *notes, *serving_lines(self.serves), ("next", self.cure)]
 
 
 def graft(
@@ -112,9 +111,7 @@ def graft(
         >>> mtp.graft("demo:finetune", "demo:base", "grafted").serves["vllm"]
         'vllm serve grafted ...'
     """
-    out = Path(out)
-    fine_tune = str(fine_tune)
-    base = str(base)
+    out, fine_tune, base = Path(out), str(fine_tune), str(base)
     progress = progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
     _require_form(out, fine_tune)
@@ -139,8 +136,7 @@ def graft(
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
     notes = left_out(trunk, plan.layout)
-    reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
-    if reduced:
+    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     content = f"the trunk of {fine_tune}, the head of {base}"
     return WriteResult(
@@ -194,8 +190,8 @@ def merge(
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").num_tensors
-        448
+        >>> mtp.merge("demo:base", "my-lora", "merged").trunk
+        '108 tensors, all bytes of 100 equal'
     """
     out, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
     progress = progress or quiet_progress()
@@ -216,8 +212,7 @@ def merge(
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
-        head_from = identity if own_head else None
-        write_untrained_card(out, identity, head_from, adapter, SUGGESTED_DEPTH)
+        write_untrained_card(out, identity, identity if own_head else None, adapter, SUGGESTED_DEPTH)
     head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
@@ -344,8 +339,9 @@ def _head_of_gguf(file: Path, out: Path, progress: Progress) -> Path:
         raise CheckpointError(
             f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
         )
-    write_head_alone(model, out / f"mtp-{file.name}", progress)
-    return out / f"mtp-{file.name}"
+    written = out / f"mtp-{file.name}"
+    write_head_alone(model, written, progress)
+    return written
 
 
 def _head_in_gguf(file: Path) -> WriteResult:
