@@ -34,9 +34,10 @@ Initial = frozenset[str]
 UNTRAINED: Initial = frozenset({"norms", "matrices"})
 INITIAL_NOTES: Mapping[Initial, str] = {
     frozenset({"norms"}): "the head's norms are at their initial value, its matrices are not",
-    frozenset(
-        {"matrices"}
-    ): "the head's matrices look drawn at random, as if it was never trained, its norms do not; --base BASE tells whether those are the base's",
+    frozenset({"matrices"}): (
+        "the head's matrices look drawn at random, as if it was never trained, its norms do not; --base BASE tells "
+        "whether those are the base's"
+    ),
 }
 NEVER_TRAINED = (
     "its head was never trained: its matrices look drawn at random, and its norms are at their initial value or the "
