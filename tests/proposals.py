@@ -21,6 +21,7 @@ SECTIONS = "|".join(name for name in Recipe.model_fields if name not in ("run_di
 COMMAND = re.compile(
     rf"mtp-train (?:{'|'.join(EXAMPLES)}) (?:\{{\}}|'|--|[A-Z]{{3,}})|hf (?:down|up)load |pip install |\bsed\b"
 )
+PROGRAMS = ("mtp-train", "hf", "pip", "sed")
 FLAG = re.compile(r"(?:\b[Aa]dd|\b[Uu]se|\bby|\bas|,|:|or) --[a-z][a-z-]+")
 CHANGE = re.compile(
     rf"(?:\b(?:{SECTIONS})\.[a-z_0-9.]+|(?<=[Ww]rite )\{{\}}|(?:Add )?\{{\}}(?:\.\w+)+)(?:=|: )[^\s,;]+",
@@ -56,10 +57,22 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
             for part in node.values:
                 yield from _texts(part) if isinstance(part, ast.FormattedValue) else ()
+        elif isinstance(node, ast.List) and node.elts and _word(node.elts[0]) in PROGRAMS:
+            # The words of a command, which shlex joins; those of another list, if any, join the one before them.
+            words = [_word(one) for one in node.elts]
+            yield " ".join(words).replace(" *{}", "{}")
+            for one in node.elts[1:]:
+                yield from _texts(one)
         elif isinstance(node, ast.Constant):
             yield from [node.value] if isinstance(node.value, str) else []
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             yield from _texts(node)
+
+
+def _word(node: ast.expr) -> str:
+    if isinstance(node, ast.Starred):
+        return "*{}"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
 
 
 PASTED: list[str] = []

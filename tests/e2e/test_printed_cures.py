@@ -77,6 +77,9 @@ ELSEWHERE = {
     ),
     "Use --out {}.": "unit/test_gguf_fit.py::test_an_output_is_named_as_its_input_is",
     "mtp-train export {} --out {} --gguf q8_0 && llama-server -m {} -md {}/{}-*.gguf": _GGUF,
+    "mtp-train export {} --head-only --out {}": (
+        "unit/test_gguf_fit.py::test_the_head_of_a_gguf_file_is_exported_by_the_command_that_is_named"
+    ),
     "Add --chat.": "e2e/test_template_variables.py::test_generate_writes_the_prompt_with_the_variables",
     "mtp-train graft {} --from BASE --out {}": "unit/test_gguf_model.py::test_a_head_of_a_checkpoint_joins_its_trunk",
 }
@@ -97,7 +100,7 @@ NOT_PASTED = {
     "To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR.": _PLACES,
     "Name it beside its trunk: 'mtp-train evaluate TRUNK --head {} --out evaluation'.": _PLACES,
     "Serve it beside its trunk as it is: 'mtp-train inspect {}' prints the flags.": _LATE,
-    "mtp-train evaluate {}": _LATE,
+    "mtp-train evaluate {}{} --out {}": _LATE,
     "Add --endpoint URL.": _LATE,
     "Add --num_processes {} to accelerate launch (on CPUs with cpu_ddp.yaml).": _LATE,
     "Name the trunk: --tokenizer CKPT.": _LATE,
@@ -105,7 +108,7 @@ NOT_PASTED = {
     "Write it as --chat-template-kwargs NAME=VALUE.": _LATE,
     "mtp-train graft {} --from {} --out {} && llama-server -m {}": "needs llama-server",
     "train.max_steps=500": "takes hours of training",
-    "sed": "edits a config, see unit/test_whole_trunk.py",
+    "sed -i {} {}": "edits a config, see unit/test_whole_trunk.py",
     "`head.init: {}`": "tells what a head was made from",
     "train.precision={}": "is not printed",
     "Write {}: and its file, or the id of its dataset on the hub.": "names a suite",
@@ -237,10 +240,14 @@ def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(inputs
 
 @pastes(
     "mtp-train run {}",
+    "mtp-train check {}{}",
     "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result, the",
 )
 def test_the_launch_line_starts_the_run_that_was_planned(inputs: Path) -> None:
-    mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"], processes=4)
+    written = mtp.write_recipe(
+        "my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"], processes=4
+    )
+    assert paste(written.cure or "") == [0]
     planned = mtp.check("my.yaml", ["train.lr=1e-3"], processes=2, device="h100")
     assert planned.launch is not None
     words = shlex.split(planned.launch)
@@ -468,7 +475,7 @@ def test_a_change_that_a_message_proposes_mends_the_recipe(
 def test_a_proposal_that_is_not_run_is_well_formed(proposal: str, inputs: Path) -> None:
     """A command in the grammar of the command line, a change in that of a recipe."""
     for command in re.findall(r"mtp-train ([a-z]+ [^,.']*)", proposal):
-        words = command.replace("{}", "x --endpoint y --out z" if command.startswith("evaluate {}") else "x").split()
+        words = command.replace("{}", "x").split()
         assert parse(build_parser(), words).command == words[0]
     values = {"head.convention={}": "head.convention=auto"}
     for change in changes_of(f"; expected x. {proposal}"):
