@@ -240,14 +240,14 @@ def open_weights(path: Path) -> Checkpoint:
 
 def _scan_all(path: Path) -> dict[str, TensorInfo]:
     """List the tensors of an adapter, and of the weights that a trainer saved whole beside it (norms, embeddings)."""
-    found = scan_safetensors(path / ADAPTER_FILE)
+    found, others = scan_safetensors(path / ADAPTER_FILE), {ADAPTER_FILE, *_of_model(path)}
     for file in sorted(path.iterdir()):
         if file.suffix in PICKLE_SUFFIXES and not _STATE.fullmatch(file.name):
             raise CheckpointError(
                 f"{file}: weights beside the adapter, in a pickle, which is not read; expected every trained weight in "
                 f"safetensors, where it is merged too. Convert it: {_convert_command(file)}"
             )
-        if file.suffix == ".safetensors" and file.name != ADAPTER_FILE and file.name not in _of_model(path):
+        if file.suffix == ".safetensors" and file.name not in others:
             more = scan_safetensors(file)
             if twice := more.keys() & found.keys():
                 raise CheckpointError(

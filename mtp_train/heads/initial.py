@@ -68,6 +68,8 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
     """
     layout = layout_of(checkpoint)
     head = native_head_of(checkpoint, layout, layout)
+    if head.trained:
+        return frozenset()
     norms, matrices = list[PendingTensor](), dict[tuple[str, int], PendingTensor]()
     for one in head.tensors:
         mapped = layout.map_key(one.key)
@@ -78,8 +80,6 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
             norms.append(one)
         elif min((0, *one.shape)[-2:]) >= _LEAST and not tail.startswith(_OF_TRUNK):
             matrices.setdefault((mapped.ours, mapped.place), one)
-    if head.trained:
-        return frozenset()
     value = norm_value(checkpoint)
     same = all((one.load() == value).all() for one in norms)
     return frozenset(("norms",) * same) | frozenset(("matrices",) * _all_drawn(matrices.values()))

@@ -20,7 +20,7 @@ from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.model_file import open_gguf
-from mtp_train.checkpoints.locations import RECIPE_FILE
+from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families import Family
@@ -95,16 +95,19 @@ def serves_of(
         depth = wording.serving_depth(report) or depth
     engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
     commands = engine_commands(engines, str(export), depth)
-    gguf = gguf or _gguf_command(export.parent, family.kind)
+    gguf = gguf or _gguf_command(export, family.kind)
     if gguf is not None and engines["llama.cpp"].supported:
         commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind} --spec-draft-n-max {depth}"
     return commands
 
 
-def _gguf_command(run_dir: Path, kind: str) -> str | None:
+def _gguf_command(export: Path, kind: str) -> str | None:
     """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for another export."""
-    recipe = run_dir / RECIPE_FILE
-    trunk = Path(load_recipe(recipe).model.trunk if recipe.is_file() else "")
+    run_dir = export.parent
+    # A recipe beside another output may be any.
+    if export.name != EXPORT or not (run_dir / PROVENANCE_FILE).is_file():
+        return None
+    trunk = Path(load_recipe(run_dir / RECIPE_FILE).model.trunk)
     if not is_gguf(trunk):
         return None
     run, head, whole, file = map(shlex.quote, (str(run_dir), f"{run_dir}-head", f"{trunk.stem}-mtp.gguf", str(trunk)))

@@ -17,6 +17,7 @@ from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
 from mtp_train.families import of_kind
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import serves_of
+from mtp_train.runs.run_directory import PROVENANCE_FILE
 from runs import write_recipe
 from tiny import family_of
 
@@ -92,6 +93,9 @@ def test_a_run_on_a_gguf_file_is_told_to_export_one(tmp_path: Path) -> None:
     run_dir.mkdir()
     trunk = str(write_trunk(tmp_path / "trunk.gguf"))
     write_recipe(run_dir / "recipe.yaml", tmp_path, run_dir, model__trunk=trunk, head__kind="eagle3")
+    # A recipe of the user's beside an output is none of a run.
+    assert "convert_hf_to_gguf.py" in serves_of(run_dir / "export", family, 2)["llama.cpp"]
+    (run_dir / PROVENANCE_FILE).write_text("{}")
     told = serves_of(run_dir / "export", family, 2)
     assert told["llama.cpp"] == (
         f"mtp-train export '{run_dir}' --out '{run_dir}-head' --gguf q8_0 && llama-server -m {trunk} "
