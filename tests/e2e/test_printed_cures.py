@@ -153,6 +153,13 @@ def sentence(seed: str) -> str:
     return " ".join("".join(letters.choices("abcdefghij", k=5)) for _ in range(6))
 
 
+def probes_say_retrain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten probes, and fix their verdict: the random head of a base is no fault, and what they find is chance."""
+    shorten_probes(monkeypatch)
+    monkeypatch.setattr(rescue, "is_at_fault", lambda own: False)
+    monkeypatch.setattr(rescue, "judge", lambda found: ("retrain", "as the test says"))
+
+
 def cure(checkpoint: Path, base: Path | None = None) -> str:
     found = mtp.inspect(checkpoint, base).cure
     assert found is not None
@@ -181,10 +188,7 @@ def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(ow
 def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    shorten_probes(monkeypatch)
-    # The random head of the base is no fault, and what a probe finds here is chance.
-    monkeypatch.setattr(rescue, "is_at_fault", lambda own: False)
-    monkeypatch.setattr(rescue, "judge", lambda found: ("retrain", "as the test says"))
+    probes_say_retrain(monkeypatch)
     inputs = write_inputs(tmp_path / "in puts")
     grafting = cure(inputs / "finetune", inputs / "base")
     assert paste(grafting) == [0]
@@ -295,9 +299,7 @@ def test_the_demo_is_rescued_as_printed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_adapter_in_the_place_of_a_model_is_probed_rescued_and_merged_as_printed(
     own_inputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
-    shorten_probes(monkeypatch)
-    monkeypatch.setattr(rescue, "is_at_fault", lambda own: False)
-    monkeypatch.setattr(rescue, "judge", lambda found: ("retrain", "as the test says"))
+    probes_say_retrain(monkeypatch)
     write_adapter(own_inputs / "base", Path("lora"), target_modules=["q_proj"])
     message = refusal(["inspect", "lora"], capfd)
     PASTED.append(message)
