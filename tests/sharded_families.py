@@ -6,12 +6,14 @@ different number of times.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +26,11 @@ from torch.distributed.tensor import DTensor
 from cpu_shards import pretend_to_have_gpus
 from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
+from mtp_train.heads.lora import put_on_lora
+from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.launch import make_accelerator
+from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.loop import train_head
 from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
@@ -38,10 +42,16 @@ SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 TIED = "qwen3_5, tied"
 HALF = "qwen3_5, bfloat16"
+HALF_EXPERTS = "glm4_moe, bfloat16"
+ROUNDED = "glm4_moe, products in bfloat16"
+"""The trunk in fp32, so that only the head's matrices are gathered in bf16."""
+ADAPTED = "glm4_moe, products in bfloat16, LoRA"
+RESUMED = (ROUNDED, ADAPTED)
+"""Their last step is done again, from the state before it."""
 RECOMPUTED = "qwen3_5, recomputed"
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
-CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED, KEYS_ONLY)
+CASES = (*ALL_FAMILIES, TIED, HALF, HALF_EXPERTS, *RESUMED, RECOMPUTED, KEYS_ONLY)
 KEPT_CASES = (
     "qwen3_5",
     "deepseek_v4",
@@ -91,6 +101,12 @@ class Trained(NamedTuple):
     """Of them in this process, between steps."""
     left: int
     """Of them in this process, after they were given up."""
+    ends: int
+    """Numbers of the trunk outside of its layers."""
+    rounded: int
+    """Numbers in the head's linear layers and experts."""
+    gathered: int
+    """Numbers that were gathered in bf16."""
 
 
 class Kept(NamedTuple):
@@ -124,22 +140,49 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
 def trunk_of(case: str) -> Trunk:
     """Return the trunk of a case, whole."""
     trunk = tiny_trunk(case.split(", ")[0], tied=case == TIED)
-    return trunk.to(torch.bfloat16) if case == HALF else trunk
+    return trunk.to(torch.bfloat16) if case in (HALF, HALF_EXPERTS) else trunk
 
 
-def train(case: str, accelerator: Accelerator) -> Trained:
-    """Train a case for two steps."""
+def module_of(case: str) -> HeadTraining:
+    """Return the trunk and the head of a case, whole."""
     trunk = trunk_of(case)
-    whole = held(trunk)
-    module = HeadTraining(
+    head = chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk)
+    if case == ADAPTED:
+        put_on_lora(head, LoraSection(r=2), seed=0)
+    return HeadTraining(
         trunk,
-        chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk),
+        head,
         num_depths=NUM_DEPTHS,
         kind="kl",
         temperature=1.0,
         recompute=case == RECOMPUTED,
-        compute_dtype=torch.bfloat16 if case == HALF else torch.float32,
+        compute_dtype=torch.bfloat16 if "bfloat16" in case else torch.float32,
     )
+
+
+@contextlib.contextmanager
+def counting_gathers() -> Iterator[list[int]]:
+    """Yield a list that gets the number of numbers of every gather in bf16."""
+    # torch 2.13 has renamed it.
+    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    gather, found = getattr(torch.distributed, name), list[int]()
+
+    def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.dtype is torch.bfloat16:
+            found.append(output.numel())
+        return gather(output, *args, **kwargs)
+
+    setattr(torch.distributed, name, counted)
+    yield found
+    setattr(torch.distributed, name, gather)
+
+
+def train(case: str, accelerator: RunAccelerator) -> Trained:
+    """Train a case for two steps."""
+    module = module_of(case)
+    whole, layers = held(module.trunk), held(module.trunk.layers)
+    weights = module.head.named_parameters()
+    rounded = sum(one.numel() for name, one in weights if one.ndim > 1 and not name.endswith("gate.weight"))
     recipe = tiny_recipe(
         Path("anywhere"),
         Path("anywhere"),
@@ -147,23 +190,32 @@ def train(case: str, accelerator: Accelerator) -> Trained:
         data__seq_len_tokens=SEQ_LEN,
         train__tokens_per_step=SEQUENCES * SEQ_LEN,
         train__max_steps=STEPS,
-        train__save_steps=STEPS,
+        train__save_steps=1,
     )
     lines = Lines()
     plan = plan_of(recipe, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    with tempfile.TemporaryDirectory() as directory:
-        train_head(
-            module,
-            options=train_options(recipe),
-            plan=plan,
-            batch_fn=sequences,
-            accelerator=accelerator,
-            state_dir=Path(directory),
-            make_log=lambda _step: lines,
-            on_step=lambda _done: None,
-        )
-        accelerator.wait_for_everyone()
+    with tempfile.TemporaryDirectory() as own, counting_gathers() as gathers:
+        directory = Path(accelerator.said_by_main(own))
+        for again in range(1 + (case in RESUMED)):
+            if again:
+                module = module_of(case)
+                if accelerator.is_main_process:
+                    shutil.rmtree(directory / f"step-{STEPS:08d}")
+                accelerator.free_memory()
+                accelerator.wait_for_everyone()
+            train_head(
+                module,
+                options=train_options(recipe),
+                plan=plan,
+                batch_fn=sequences,
+                accelerator=accelerator,
+                state_dir=directory,
+                make_log=lambda _step: lines,
+                on_step=lambda _done: None,
+            )
+            accelerator.wait_for_everyone()
+    trunk = module.trunk
     kept = held(trunk)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)
@@ -171,7 +223,8 @@ def train(case: str, accelerator: Accelerator) -> Trained:
     del trunk, module
     gc.collect()
     left = reference()
-    return Trained(lines.losses, whole, kept, 0 if left is None else held(left))
+    remain = 0 if left is None else held(left)
+    return Trained(lines.losses, whole, kept, remain, whole - layers, rounded, sum(gathers))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 Each layer is a unit of its own, so at most two layers are whole at a time. Embedding, output matrix, norms and the head
 are whole during a step: embedding and output matrix are read outside of their modules' forward, and every process
-trains the whole head.
+trains the whole head. Under FSDP2 the trunk's ends are whole all the time, as shards of them would be gathered in each
+micro-batch and lower no peak of memory. The head is gathered once in a micro-batch (:func:`shard_head`).
 
 Under FSDP2 the layers are sharded while the trunk is loaded (:func:`layer_sharder`): a process holds one whole layer in
-main memory, besides embedding, output matrix and norms, which accelerate's ``prepare`` shards. Trunks with an adapter,
-quantised trunks and DeepSpeed need the whole trunk in main memory.
+main memory, besides embedding, output matrix and norms. Trunks with an adapter, quantised trunks and DeepSpeed need the
+whole trunk in main memory.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
+from mtp_train.heads.experts import is_stacked
+from mtp_train.heads.lora import is_lora
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import OnLayer, Trunk
@@ -47,8 +50,7 @@ def layer_sharder(accelerator: Accelerator) -> OnLayer:
 def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     """Shard the trunk's layers in place, one after the other, from any device; skip those that are in shards already.
 
-    accelerate's ``prepare`` shards the rest. Its own policies select modules by class, and a head's layer often has the
-    class of the trunk's layers.
+    accelerate's own policies select modules by class, and a head's layer often has the class of the trunk's layers.
     """
     trunk = module.trunk
     _make_ready(trunk, accelerator)
@@ -58,6 +60,41 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     plugin = accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = None
     _shard_all(trunk, accelerator, reshard_after_forward=plugin.reshard_after_forward)
+    module.to(accelerator.device)
+
+
+def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard the head under FSDP2, and return the shards by the whole parameters that an optimiser has.
+
+    The head is gathered at the start of a forward, once for all depths, and kept until the backward pass is over.
+    Weights that products in bf16 round first are gathered rounded, 2 bytes each, and their gradients summed in fp32. In
+    fp32 each takes 4; accelerate before 1.14 gathers it once more in the backward pass, which makes 8. The unit is not
+    the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth.
+    """
+    whole, kept = list(module.head.parameters()), set(module.trunk.parameters())
+    if module.compute_dtype is not torch.float32:
+        rounded = nn.Sequential(*_rounded(module.head))
+        policy = MixedPrecisionPolicy(module.compute_dtype, torch.float32, cast_forward_inputs=False)
+        unit = fully_shard(rounded, mp_policy=policy, reshard_after_forward=False)
+        kept.update(rounded.parameters())
+        # torch looks for units among the submodules.
+        module.add_module("rounded", rounded)
+        module.register_forward_pre_hook(lambda *_: unit.unshard())
+    fully_shard(module, reshard_after_forward=False, ignored_params=kept)
+    return dict(zip(whole, module.head.parameters(), strict=True))
+
+
+def _rounded(head: nn.Module) -> list[nn.Module]:
+    """Return the modules of which autocast rounds all weights; peft adds LoRA's products to experts in fp32."""
+    adapted = any(is_lora(name) for name, _ in head.named_parameters())
+
+    def is_rounded(name: str, module: nn.Module) -> bool:
+        if adapted and ".experts." in f"{name}.":
+            return False
+        own = module.named_parameters(name, recurse=False)
+        return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
+
+    return [module for name, module in head.named_modules() if is_rounded(name, module)]
 
 
 def _shard_all(trunk: Trunk, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
