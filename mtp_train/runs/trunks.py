@@ -120,7 +120,7 @@ def states_of(run: Run, documents: Sequence[Document], layers: tuple[int, ...]) 
     spec = run.recipe.train.hidden_cache
     if spec is None:
         return _computed(run)
-    cache = _cache(run, spec, documents, layers)
+    cache = cache_of(run, spec, documents, layers)
     missing = run.accelerator.said_by_main(cache.missing())
     if missing:
         _build(run, cache, missing, layers)
@@ -142,7 +142,8 @@ def _computed(run: Run) -> TrunkStates:
     return TrunkStates(decoding_trunk(run))
 
 
-def _cache(run: Run, spec: HiddenCacheSpec, documents: Sequence[Document], layers: tuple[int, ...]) -> HiddenCache:
+def cache_of(run: Run, spec: HiddenCacheSpec, documents: Sequence[Document], layers: tuple[int, ...]) -> HiddenCache:
+    """Return the cache of documents' states, in the place that everything they depend on names."""
     recipe, inputs = run.recipe, run.inputs
     config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)

@@ -33,7 +33,6 @@ from mtp_train.checkpoints.adapter import (
 )
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
     QUANTISATION,
@@ -59,6 +58,7 @@ from mtp_train.upstream.transformers_private import (
     AutoHfQuantizer,
     loading_layer_by_layer,
     quiet_loading,
+    replacing,
     without_packed_rows,
 )
 
@@ -399,35 +399,32 @@ def load_ends(
         if hasattr(part, QUANTISATION):
             delattr(part, QUANTISATION)
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
-    keys = [key for key in (*trunk_tensors(checkpoint, layout).values(), layout.lm_head_key) if not of_layer.match(key)]
     changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
     state = {
         key: changed[key].load() if key in changed else checkpoint.read(key)
-        for key in keys
-        if key in checkpoint.tensors
+        for key in checkpoint.tensors
+        if not of_layer.match(key) and not layout.is_head_key(key)
     }
     if packed := [key for key in packed_keys(checkpoint.tensors) if key in state]:
         raise CheckpointError(
             f"{path}: {packed[0]} is packed; expected a plain embedding and lm_head. Use a quantised checkpoint that "
             "keeps them, as most do."
         )
-    # The weights of a model without layers, under the names that transformers gives to those of the whole one.
-    whole = type(empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm)
-    without_layers: Any = type(whole.__name__, (whole,), {"__init__": _initialised_without_layers(whole)})
-    with quiet_loading():
-        model, info = without_layers.from_pretrained(
+    whole: Any = type(empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm)
+    with quiet_loading(), replacing(whole, __init__=_initialised_without_layers(whole.__init__)):
+        model, info = whole.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     _require_all_loaded(path, info)
     return Ends(model.requires_grad_(False).to(device), family).eval()
 
 
-def _initialised_without_layers(whole: Any) -> Callable[..., None]:
-    def initialise(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(self, config, *args, **kwargs)
+def _initialised_without_layers(initialise: Callable[..., None]) -> Callable[..., None]:
+    def without_layers(self: Any, *args: Any, **named: Any) -> None:
+        initialise(self, *args, **named)
         self.get_decoder().layers = nn.ModuleList()
 
-    return initialise
+    return without_layers
 
 
 def _changed_ends(checkpoint: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, PendingTensor]:
