@@ -72,7 +72,8 @@ def two_steps(
     trunk = tiny_trunk(family)
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
-    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
+    states = (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk)
+    module = HeadTraining(states, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
     plan = make_plan(
         max_steps=STEPS,
         tokens_per_step=num_sequences * SEQ_LEN,
