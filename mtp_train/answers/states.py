@@ -13,6 +13,7 @@ Shapes: T tokens, L layers, D hidden, V vocabulary.
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -63,6 +64,8 @@ class StatesServer:
         self.endpoint, self.layers, self.width, self.dtype = endpoint, layers, width, dtype
         self.cure = f"Start it as: {command}"
         self.fingerprint: object = None
+        # Not the endpoint's wait, which ends at the first failure: files of other requests would be left over.
+        self.wait: Callable[[float], object] = time.sleep
         endpoint.max_attempts = STATES_ATTEMPTS
 
     def identity(self, text: Sequence[int]) -> list[object]:
@@ -117,11 +120,13 @@ class StatesServer:
             path = self._path(response.document)
             loaded = self._load(path)
             if loaded is not None:
-                states_TLD = self._checked(*loaded, [*request.prompt_ids, *response.token_ids[:-1]])
-                path.unlink()
-                _lock(path).unlink(missing_ok=True)
-                return ServedText(states_TLD, response)
-        cure = "Check the server's log, and that this directory is the server's; then run the same command again"
+                sent = [*request.prompt_ids, *response.token_ids[:-1]]
+                if loaded[1] == sent:
+                    # No other file than this request's is deleted, whatever path the server names.
+                    path.unlink()
+                    _lock(path).unlink(missing_ok=True)
+                return ServedText(self._checked(*loaded, sent), response)
+        cure = "Check its log, that this directory is the server's, and that one user runs both; then run it again"
         raise self.endpoint.unusable(f"has not written {path}", f"it in {FILE_SECONDS} seconds", cure)
 
     def _path(self, document: Mapping[str, Any]) -> Path:
@@ -149,7 +154,7 @@ class StatesServer:
         while (found := load(path)) is None and waited < FILE_SECONDS:
             if pause == 1.0:
                 self.endpoint.on_wait(f"{self.endpoint.url}: has not written {path}")
-            self.endpoint.wait(pause)
+            self.wait(pause)
             waited, pause = waited + pause, min(2 * pause, 1.0)
         return found
 

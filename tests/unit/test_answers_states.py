@@ -89,8 +89,9 @@ def connect(engine: Engine) -> Iterator[Connect]:
             endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, **settings)
             stack.callback(endpoint.close)
             endpoint.choose_model(None)
-            endpoint.wait = lambda seconds: None
-            return StatesServer(endpoint, LAYERS, WIDTH, torch.float32, command=COMMAND), served
+            server = StatesServer(endpoint, LAYERS, WIDTH, torch.float32, command=COMMAND)
+            server.wait = endpoint.wait = lambda seconds: None
+            return server, served
 
         yield opened
 
@@ -160,7 +161,7 @@ def test_states_of_something_else_are_refused(
 def test_a_directory_that_is_not_here_is_not_waited_for(connect: Connect, engine: Engine) -> None:
     engine.reply = lambda document: document | {"kv_transfer_params": {"hidden_states_path": "/nowhere/at/all.x"}}
     server, _ = connect()
-    server.endpoint.wait = lambda seconds: pytest.fail("waits")
+    server.wait = lambda seconds: pytest.fail("waits")
     with pytest.raises(DataError, match=r"writes to /nowhere/at, which is no directory here; expected one that both"):
         list(server.states(TEXTS))
 
@@ -169,7 +170,7 @@ def test_a_file_that_stays_away_is_asked_for_again_and_waited_for_visibly(connec
     engine.write = lambda tensors, path: None
     server, served = connect()
     waits, reasons = list[float](), list[str]()
-    server.endpoint.wait, server.endpoint.on_wait = waits.append, reasons.append
+    server.wait, server.endpoint.on_wait = waits.append, reasons.append
     with pytest.raises(DataError, match=r"has not written .*1\.safetensors; expected it in 60 seconds"):
         list(server.states(TEXTS[:1]))
     assert len(served.payloads) == 2
@@ -204,7 +205,7 @@ def test_a_file_is_read_once_it_is_complete(connect: Connect, engine: Engine, lo
 
         engine.write = write
         server, _ = connect()
-        server.endpoint.wait = lambda seconds: held.close()
+        server.wait = lambda seconds: held.close()
         ((_, found),) = server.states(TEXTS[:1])
     assert torch.equal(found, STATES_VLD[TEXTS[0]])
 
