@@ -28,9 +28,9 @@ from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator
 from mtp_train.train.loop import train_head
-from mtp_train.train.packed_rows import isolated_hidden
-from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
+from mtp_train.train.shard import ShardedStates, give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates, isolated_hidden
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, chained_head, tiny_head, tiny_trunk
 
@@ -111,12 +111,14 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
     trunk = trunk_of(case)
     batch = collate([sequences(0)[accelerator.process_index]])
     tokens_1T, document_1T = batch.tokens_BT, batch.document_BT
-    expected = isolated_hidden(trunk, tokens_1T, document_1T, SEQ_LEN)
-    whole, hidden_fn = held(trunk.layers), HiddenInShards(trunk, accelerator)
-    off = float((hidden_fn(tokens_1T, document_1T, SEQ_LEN) - expected).abs().max())
+    expected = isolated_hidden(trunk, tokens_1T, document_1T)
+    whole, states = held(trunk.layers), ShardedStates(trunk)
+    states.gather_here(accelerator)
+    rows = [[sequences(0)[rank]] for rank in range(accelerator.num_processes)]
+    prepared = states.prepare(rows, accelerator.process_index)
+    off = float((states(tokens_1T, document_1T, prepared) - expected).abs().max())
     kept, layers = held(trunk.layers), [weakref.ref(layer) for layer in trunk.layers]
-    del hidden_fn
-    trunk.drop_layers()
+    del states, trunk
     gc.collect()
     return Kept(off, whole, kept, sum(layer() is not None for layer in layers))
 
@@ -132,7 +134,7 @@ def train(case: str, accelerator: Accelerator) -> Trained:
     trunk = trunk_of(case)
     whole = held(trunk)
     module = HeadTraining(
-        trunk,
+        TrunkStates(trunk),
         chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk),
         num_depths=NUM_DEPTHS,
         kind="kl",

@@ -28,8 +28,8 @@ import httpx
 
 from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, as_object, native_payload, read_counters
+from mtp_train.checkpoints.tokenizer import raw_tokens
 from mtp_train.errors import DataError, printable, redacted
-from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
