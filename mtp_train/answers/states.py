@@ -27,8 +27,9 @@ from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import as_object
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response
 
-FILE_SECONDS = 60
-"""Longest wait for the file of a reply. The connector locks it before the reply is sent, and writes it right after."""
+FILE_WAITS, TURNS_BELOW_A_SECOND = 66, 6
+"""Waits for the file of a reply, a minute in all. The connector locks it before the reply is sent, and writes it right
+after."""
 ASKED_AT_MOST = 2
 """A server that ends between a reply and its file is asked again."""
 STATES_ATTEMPTS = 14
@@ -102,13 +103,13 @@ class StatesServer:
         Raises:
             DataError: As :meth:`states`, or the server returns no ``prompt_logprobs``.
         """
-        found = self.answer(_reading(text), prompt_logprobs=1)
-        try:
-            _, *entries = found.response.document["choices"][0]["prompt_logprobs"]
-            top_ids = [int(max(entry, key=lambda token: entry[token]["logprob"])) for entry in entries]
-        except (KeyError, TypeError, ValueError):
-            raise self.endpoint.unusable("returns no prompt_logprobs", "vLLM's completions", self.cure) from None
-        return found.states_TLD, [*top_ids, found.response.token_ids[0]]
+        states_TLD, (last_ids, document) = self.answer(_reading(text), prompt_logprobs=1)
+        with suppress(KeyError, TypeError, ValueError):
+            _, *entries = document["choices"][0]["prompt_logprobs"]
+            top_ids = [int(max(entry, key=lambda token: entry[token]["logprob"])) for entry in entries] + last_ids
+            if len(top_ids) == len(text):
+                return states_TLD, top_ids
+        raise self.endpoint.unusable("returns no prompt_logprobs of the text", "vLLM's completions", self.cure)
 
     def answer(self, request: Request, **more: Any) -> ServedText:
         """Return the response to one request, with its states; ``more`` are further fields of the request's body."""
@@ -127,7 +128,7 @@ class StatesServer:
                     _lock(path).unlink(missing_ok=True)
                 return ServedText(self._checked(*loaded, sent), response)
         cure = "Check its log, that this directory is the server's, and that one user runs both; then run it again"
-        raise self.endpoint.unusable(f"has not written {path}", f"it in {FILE_SECONDS} seconds", cure)
+        raise self.endpoint.unusable(f"has not written {path}", "it within a minute", cure)
 
     def _path(self, document: Mapping[str, Any]) -> Path:
         """Return the path of the file with the states of a completion.
@@ -149,14 +150,15 @@ class StatesServer:
         raise self.endpoint.unusable(*problem, self.cure)
 
     def _load(self, path: Path) -> tuple[Tensor, list[int]] | None:
-        """Return the content of a file once it is complete; None if it does not become so."""
-        waited, pause = 0.0, 0.01
-        while (found := load(path)) is None and waited < FILE_SECONDS:
-            if pause == 1.0:
+        """Return the content of a file once it is complete; None if it does not become so in a minute."""
+        for turn in range(FILE_WAITS):
+            found = load(path)
+            if found is not None:
+                return found
+            if turn > TURNS_BELOW_A_SECOND:
                 self.endpoint.on_wait(f"{self.endpoint.url}: has not written {path}")
-            self.wait(pause)
-            waited, pause = waited + pause, min(2 * pause, 1.0)
-        return found
+            self.wait(min(0.01 * 2**turn, 1.0))
+        return load(path)
 
     def _checked(self, states_TLD: Tensor, read_ids: list[int], token_ids: list[int]) -> Tensor:
         """Return a copy of the states of a file.
@@ -204,15 +206,10 @@ def load(path: Path) -> tuple[Tensor, list[int]] | None:
             return None
 
 
-class Agreement(NamedTuple):
-    """How often a server's most probable token is the one that our final norm and lm_head give its state."""
-
-    positions: int
-    agreeing: int
-
-
 @torch.no_grad()
-def prove(server: StatesServer, texts: Iterable[Sequence[int]], logits_of: Callable[[Tensor], Tensor]) -> Agreement:
+def prove(
+    server: StatesServer, texts: Iterable[Sequence[int]], logits_of: Callable[[Tensor], Tensor]
+) -> tuple[int, int]:
     """Check a server's last states against its own most probable tokens, without the trunk.
 
     This finds states that are not those before the final norm, and a server with another final norm or lm_head. It
@@ -222,6 +219,9 @@ def prove(server: StatesServer, texts: Iterable[Sequence[int]], logits_of: Calla
         texts: Their first :data:`PROVED_TOKENS` tokens are sent.
         logits_of: From last states before the final norm, (T, D), to logits, (T, V).
 
+    Returns:
+        The number of positions, and at how many of them the server prefers the token of lm_head(norm(state)).
+
     Raises:
         DataError: They disagree in more than 1 % of the positions, or otherwise than by a near tie.
     """
@@ -230,7 +230,8 @@ def prove(server: StatesServer, texts: Iterable[Sequence[int]], logits_of: Calla
         states_TLD, top_ids = server.top_ids(text[:PROVED_TOKENS])
         logits_TV = logits_of(states_TLD[:, -1]).float().cpu()
         best_T, best_ids_T = logits_TV.max(-1)
-        gap_T = best_T - logits_TV.gather(-1, torch.tensor(top_ids)[:, None])[:, 0]
+        top_T = torch.tensor(top_ids).clamp(0, logits_TV.shape[-1] - 1)
+        gap_T = best_T - logits_TV.gather(-1, top_T[:, None])[:, 0]
         positions, agreeing = positions + len(gap_T), agreeing + int((gap_T == 0).sum())
         far += [
             f"{number}:{at} {top_ids[at]}, not {best_ids_T[at]}"
@@ -243,4 +244,4 @@ def prove(server: StatesServer, texts: Iterable[Sequence[int]], logits_of: Calla
             f"{LEAST_AGREEMENT:.0%}, and near ties elsewhere",
             f"Serve the trunk itself. {server.cure}",
         )
-    return Agreement(positions, agreeing)
+    return positions, agreeing

@@ -171,7 +171,7 @@ def test_a_file_that_stays_away_is_asked_for_again_and_waited_for_visibly(connec
     server, served = connect()
     waits, reasons = list[float](), list[str]()
     server.wait, server.endpoint.on_wait = waits.append, reasons.append
-    with pytest.raises(DataError, match=r"has not written .*1\.safetensors; expected it in 60 seconds"):
+    with pytest.raises(DataError, match=r"has not written .*1\.safetensors; expected it within a minute"):
         list(server.states(TEXTS[:1]))
     assert len(served.payloads) == 2
     assert 120 < sum(waits) < 130
@@ -284,7 +284,18 @@ def test_the_proof_refuses_another_state_or_another_lm_head(connect: Connect, wr
         prove(connect()[0], TEXTS, wrong)
 
 
-def test_the_proof_needs_a_server_that_returns_its_choices(connect: Connect, engine: Engine) -> None:
-    engine.reply = lambda document: document | {"choices": [document["choices"][0] | {"prompt_logprobs": [None, {}]}]}
-    with pytest.raises(DataError, match="returns no prompt_logprobs"):
-        prove(connect()[0], TEXTS, logits)
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"prompt_logprobs": None}, "returns no prompt_logprobs"),
+        ({"prompt_logprobs": [None, {}, {"1": {}}]}, "returns no prompt_logprobs"),
+        ({"prompt_logprobs": [None]}, "returns no prompt_logprobs"),
+        ({"prompt_logprobs": [None, *[{"-7": {"logprob": 0}}, {"99999": {"logprob": 0}}]]}, "0:0 -7, .* 0:1 99999, "),
+    ],
+)
+def test_the_proof_needs_a_server_that_returns_its_choices(
+    connect: Connect, engine: Engine, choice: dict[str, Any], message: str
+) -> None:
+    engine.reply = lambda document: document | {"choices": [document["choices"][0] | choice]}
+    with pytest.raises(DataError, match=message):
+        prove(connect()[0], TEXTS[:1], logits)
