@@ -42,7 +42,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.regeneration import data_stage
-from mtp_train.runs.run import Run, RunTrunk, join_processes
+from mtp_train.runs.run import Run, join_processes
 from mtp_train.runs.run_directory import RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
 from mtp_train.trunk.load import Trunk
@@ -94,7 +94,7 @@ class Bench:
         """Train the head of a cell, unless the directory holds it already."""
         if not (directory / "head").is_dir():
             of_cell = replace(self.run, recipe=cell.recipe(self.run.recipe, seed), directory=RunDirectory(directory))
-            train_stage(of_cell, self.trunk, self.texts[cell.text])
+            train_stage(of_cell, self.texts[cell.text])
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
@@ -135,14 +135,13 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     run_directory.require_ours(recipe)
     accelerator, recipe = join_processes(recipe, run_directory)
     run = Run.begin(recipe, run_directory, accelerator, progress)
-    trunk = RunTrunk(run)
-    trunk.load(decodes=True)
+    run.decoding_trunk()
     run.claim()
-    own = data_stage(run, trunk)
+    own = data_stage(run)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in run.inputs.text.prompts}
     corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
-    return Bench(run, trunk.trunk, {"self": own, "corpus": corpus})
+    return Bench(run, run.decoding_trunk(), {"self": own, "corpus": corpus})
 
 
 def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:

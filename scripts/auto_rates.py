@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, resolve
 from mtp_train.checkpoints.locations import HEAD, RECIPE_FILE, open_location
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import tokenize_records
@@ -41,7 +42,6 @@ from mtp_train.runs.resolve import override_texts, resolved_recipe
 from mtp_train.runs.run_directory import environment_facts
 from mtp_train.runs.write_recipe import settings_of
 from mtp_train.train.log import read_metrics
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 STARTS = ("trained", "halfway", "stale", "new")
 FACTORS = (1.0, 0.2, 0.04)

@@ -26,13 +26,13 @@ from engines.verdict import RANKING, is_evidence
 from engines.witness import DTYPES, Task, record, witness
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import build_prompts, choose_prompts
 from mtp_train.errors import MtpError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.inputs import split_records
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "retrain_head.yaml"
 

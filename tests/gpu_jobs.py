@@ -30,6 +30,7 @@ from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_f
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise
 from mtp_train.train.plan import TrainOptions, make_plan
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates
 from tiny import tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, STEPS = 24, 2, 2
@@ -71,7 +72,8 @@ def two_steps(
     trunk = tiny_trunk(family)
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
+    states = (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk)
+    module = HeadTraining(states, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
     plan = make_plan(
         max_steps=STEPS,
         tokens_per_step=num_sequences * SEQ_LEN,
@@ -87,14 +89,15 @@ def two_steps(
         group["lr"] = OPTIONS.lr
     found = []
     for step, context in enumerate((nullcontext(), second or nullcontext())):
-        given = micro_batches(sequences(step), plan, depth_weights(NUM_DEPTHS, OPTIONS.depth_decay), accelerator)
+        weight_K = depth_weights(NUM_DEPTHS, OPTIONS.depth_decay)
+        given = micro_batches(sequences(step), plan, weight_K, accelerator, module.states)
         with context:
             found.append(optimise(wrapped, optimizer, accelerator, MAX_GRAD_NORM, given))
     joined = torch.distributed.is_initialized()
     return {
         "losses": [float(value) for sums_2K, _ in found for value in sums_2K[0]],
         "norms": [norm_1.item() for _, norm_1 in found],
-        "sharded": sum(isinstance(parameter, DTensor) for parameter in module.trunk.layers.parameters()),
+        "sharded": sum(isinstance(parameter, DTensor) for parameter in module.ends.layers.parameters()),
         "backend": torch.distributed.get_backend() if joined else None,
         **run_facts(accelerator, wrapped, module.compute_dtype),
     }

@@ -32,9 +32,9 @@ from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.loop import train_head
-from mtp_train.train.packed_rows import isolated_hidden
-from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
+from mtp_train.train.shard import ShardedStates, give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates, isolated_hidden
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, chained_head, tiny_head, tiny_trunk
 
@@ -43,15 +43,13 @@ LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 TIED = "qwen3_5, tied"
 HALF = "qwen3_5, bfloat16"
 HALF_EXPERTS = "glm4_moe, bfloat16"
-ROUNDED = "glm4_moe, products in bfloat16"
-"""The trunk in fp32, so that only the head's matrices are gathered in bf16."""
-ADAPTED = "glm4_moe, products in bfloat16, LoRA"
-RESUMED = (ROUNDED, ADAPTED)
+ADAPTED = "glm4_moe, bfloat16, LoRA"
+RESUMED = (HALF_EXPERTS, ADAPTED)
 """Their last step is done again, from the state before it."""
 RECOMPUTED = "qwen3_5, recomputed"
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
-CASES = (*ALL_FAMILIES, TIED, HALF, HALF_EXPERTS, *RESUMED, RECOMPUTED, KEYS_ONLY)
+CASES = (*ALL_FAMILIES, TIED, HALF, *RESUMED, RECOMPUTED, KEYS_ONLY)
 KEPT_CASES = (
     "qwen3_5",
     "deepseek_v4",
@@ -106,7 +104,7 @@ class Trained(NamedTuple):
     rounded: int
     """Numbers in the head's linear layers and experts."""
     gathered: int
-    """Numbers that were gathered in bf16."""
+    """Gathers of so many numbers, in bf16."""
 
 
 class Kept(NamedTuple):
@@ -127,12 +125,14 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
     trunk = trunk_of(case)
     batch = collate([sequences(0)[accelerator.process_index]])
     tokens_1T, document_1T = batch.tokens_BT, batch.document_BT
-    expected = isolated_hidden(trunk, tokens_1T, document_1T, SEQ_LEN)
-    whole, hidden_fn = held(trunk.layers), HiddenInShards(trunk, accelerator)
-    off = float((hidden_fn(tokens_1T, document_1T, SEQ_LEN) - expected).abs().max())
+    expected = isolated_hidden(trunk, tokens_1T, document_1T)
+    whole, states = held(trunk.layers), ShardedStates(trunk)
+    states.gather_here(accelerator)
+    rows = [[sequences(0)[rank]] for rank in range(accelerator.num_processes)]
+    prepared = states.prepare(rows, accelerator.process_index)
+    off = float((states(tokens_1T, document_1T, prepared) - expected).abs().max())
     kept, layers = held(trunk.layers), [weakref.ref(layer) for layer in trunk.layers]
-    del hidden_fn
-    trunk.drop_layers()
+    del states, trunk
     gc.collect()
     return Kept(off, whole, kept, sum(layer() is not None for layer in layers))
 
@@ -140,17 +140,17 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
 def trunk_of(case: str) -> Trunk:
     """Return the trunk of a case, whole."""
     trunk = tiny_trunk(case.split(", ")[0], tied=case == TIED)
-    return trunk.to(torch.bfloat16) if case in (HALF, HALF_EXPERTS) else trunk
+    return trunk.to(torch.bfloat16) if "bfloat16" in case else trunk
 
 
-def module_of(case: str) -> HeadTraining:
+def module_of(case: str, accelerator: Accelerator) -> HeadTraining:
     """Return the trunk and the head of a case, whole."""
     trunk = trunk_of(case)
     head = chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk)
     if case == ADAPTED:
         put_on_lora(head, LoraSection(r=2), seed=0)
     return HeadTraining(
-        trunk,
+        (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk),
         head,
         num_depths=NUM_DEPTHS,
         kind="kl",
@@ -179,8 +179,8 @@ def counting_gathers() -> Iterator[list[int]]:
 
 def train(case: str, accelerator: RunAccelerator) -> Trained:
     """Train a case for two steps."""
-    module = module_of(case)
-    whole, layers = held(module.trunk), held(module.trunk.layers)
+    module = module_of(case, accelerator)
+    whole, layers = held(module.states), held(module.states.trunk.layers)
     weights = module.head.named_parameters()
     rounded = sum(one.numel() for name, one in weights if one.ndim > 1 and not name.endswith("gate.weight"))
     recipe = tiny_recipe(
@@ -199,7 +199,7 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
         directory = Path(accelerator.said_by_main(own))
         for again in range(1 + (case in RESUMED)):
             if again:
-                module = module_of(case)
+                module = module_of(case, accelerator)
                 if accelerator.is_main_process:
                     shutil.rmtree(directory / f"step-{STEPS:08d}")
                 accelerator.free_memory()
@@ -215,7 +215,7 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
                 on_step=lambda _done: None,
             )
             accelerator.wait_for_everyone()
-    trunk = module.trunk
+    trunk = module.states.trunk
     kept = held(trunk)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)
@@ -224,7 +224,7 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
     gc.collect()
     left = reference()
     remain = 0 if left is None else held(left)
-    return Trained(lines.losses, whole, kept, remain, whole - layers, rounded, sum(gathers))
+    return Trained(lines.losses, whole, kept, remain, whole - layers, rounded, gathers.count(rounded))
 
 
 if __name__ == "__main__":

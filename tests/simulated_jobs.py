@@ -39,6 +39,7 @@ from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates
 from runs import tiny_recipe, write_inputs
 from simulated_device import DEVICE, SimulatedTensor, simulated_device
 from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
@@ -201,7 +202,7 @@ def steps_waits(
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {}
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
+    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
     forward, marks = HeadTraining.forward, list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:

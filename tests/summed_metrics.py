@@ -9,9 +9,10 @@ import torch
 
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import AlignedRows, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums, many_rows
 from mtp_train.trunk.load import Trunk
+from tiny import rows_on
 
 
 class DenseMetrics(NamedTuple):
@@ -37,7 +38,7 @@ def ratios_of(sums: DenseSums) -> DenseMetrics:
 def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[PackedBatch], num_depths: int) -> DenseMetrics:
     """Measure a head on packed text."""
     with many_rows(trunk, head) as run:
-        return metrics_of(trunk, run, (aligned_rows(trunk, run, batch, num_depths) for batch in batches))
+        return metrics_of(trunk, run, (rows_on(trunk, run, batch, num_depths) for batch in batches))
 
 
 def metrics_of(trunk: Trunk, head: MtpHead, rows: Iterable[AlignedRows]) -> DenseMetrics:

@@ -15,9 +15,12 @@ from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mtp_train.data.pack import PackedBatch
 from mtp_train.families import FAMILIES, Family, of_kind
 from mtp_train.heads.module import MtpHead, Unroll
+from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import isolated_hidden
 from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
 from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
 from tiny_configs import tiny_config
@@ -101,6 +104,13 @@ def nearly_tiny(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE, noise: f
     with torch.no_grad():
         model.lm_head_VD.add_(noise * noise_VD)
     return model
+
+
+def rows_on(trunk: Trunk, head: MtpHead, batch: PackedBatch, num_depths: int, **options: Any) -> AlignedRows:
+    """Return a head's aligned rows on the states that a trunk computes."""
+    trunk.show_layers(head.trunk_layers)
+    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    return aligned_rows(trunk, head, batch, hidden_BTD, num_depths, **options)
 
 
 def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> MtpHead:

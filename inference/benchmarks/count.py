@@ -54,8 +54,9 @@ from mtp_inference.round import prefill, run_round
 from mtp_train.heads import experts
 from mtp_train.train import head_training, packed_rows
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.packed_rows import Forwards, Segment
+from mtp_train.trunk import states
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import Forwards, Segment, TrunkStates
 from mtp_train.upstream.transformers_private import replacing
 
 aten = torch.ops.aten
@@ -298,12 +299,14 @@ def count_step(model: SpeculativeDecoder, tokens: int) -> Counting:
     micro = MicroBatch(
         documents(tokens, SEQ_LEN, len(trunk.lm_head_VD), META),
         torch.ones(DEPTH, device=META),
-        forwards=Forwards(groups, 1),
+        Forwards(groups, 1),
         used_N=torch.arange(tokens, device=META),
     )
-    module = HeadTraining(trunk, head, num_depths=DEPTH, kind="kl", temperature=1.0, compute_dtype=DTYPE).train()
+    module = HeadTraining(
+        TrunkStates(trunk), head, num_depths=DEPTH, kind="kl", temperature=1.0, compute_dtype=DTYPE
+    ).train()
     in_parts = (
-        (packed_rows, "isolated_hidden", "trunk"),
+        (states, "isolated_hidden", "trunk"),
         (packed_rows, "unroll", "head"),
         (head_training, "frozen_head_loss", "loss"),
     )

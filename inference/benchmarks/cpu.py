@@ -36,6 +36,7 @@ from mtp_train.evaluation.suites import content_text, load_suite
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Texts = list[tuple[int, ...]]
@@ -196,7 +197,9 @@ def training_step(
     device = trunk.lm_head_VD.device
     batch = documents(tokens, seq_len, len(trunk.lm_head_VD), device)
     head = drafting.head.float().requires_grad_(True)
-    module = HeadTraining(trunk, head, num_depths=depth, kind="kl", temperature=1.0, compute_dtype=dtype).train()
+    module = HeadTraining(
+        TrunkStates(trunk), head, num_depths=depth, kind="kl", temperature=1.0, compute_dtype=dtype
+    ).train()
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-6)
     scale_K = torch.full((depth,), 1 / tokens, device=device)
 

@@ -24,12 +24,12 @@ from mtp_train.losses import chunked
 from mtp_train.losses.chunked import gpu_bytes_of
 from mtp_train.train import plan
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.hidden_cache import HiddenCache, one_state
+from mtp_train.train.hidden_cache import CachedStates, HiddenCache
 from mtp_train.train.loop import train_head
-from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.plan import MemoryOptions, TrainOptions, estimate_footprint, make_plan
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.recurrent_kernels import ByTensor
+from mtp_train.trunk.states import States, TrunkStates
 
 CHUNK_ROWS = (384, 768, 1536)
 
@@ -85,7 +85,7 @@ class Steps:
         self.sequences = pack_documents(self.documents, seq_len, pack=True, seed=0, epoch=0)[:rows]
         self.settings = {"num_depths": depth, "compute_dtype": torch.bfloat16}
 
-    def timed(self, cache: HiddenCache | None = None) -> Row:
+    def timed(self, states: States | None = None) -> Row:
         """Return the median time of a step, and the peak memory beside what ``mtp-train check`` plans."""
         ended = []
 
@@ -97,7 +97,7 @@ class Steps:
         # Before the last step, which saves the state.
         with tempfile.TemporaryDirectory() as directory, suppress(EnoughError):
             train_head(
-                HeadTraining(self.trunk, self.head, kind="kl", temperature=1.0, **self.settings),
+                HeadTraining(states or TrunkStates(self.trunk), self.head, kind="kl", temperature=1.0, **self.settings),
                 options=TrainOptions(
                     **{"lr": 1e-6, "betas": (0.9, 0.95), "weight_decay": 0.0, "max_grad_norm": 1.0, "depth_decay": 0.6},
                     **{"schedule": "constant", "warmup_steps": 0, "log_steps": 1000, "save_steps": 1000},
@@ -109,7 +109,6 @@ class Steps:
                 state_dir=Path(directory),
                 make_log=lambda _step: None,
                 on_step=on_step,
-                cache=cache,
             )
         seconds = median(second - first for first, second in pairwise(ended[1:]))
         head = {name: one.shape for name, one in self.head.named_parameters()}
@@ -131,13 +130,13 @@ class Steps:
 
     def cells(self, work: Path) -> Row:
         """Return cells for the step as shipped, for each change of it, and for the hidden cache in a directory."""
-        hidden = partial(isolated_hidden, self.trunk)
-        cache = HiddenCache(work / "states", self.documents, one_state(hidden, self.device))
+        states, width = TrunkStates(self.trunk), self.trunk.state_width
+        cache = HiddenCache(work / "states", self.documents, width=width, dtype=self.trunk.lm_head_VD.dtype)
 
         def build() -> Row:
             started = now(self.device)
             most = {"max_tokens": self.plan.micro_batch_tokens, "rank": 0, "world": 1}
-            cache.build(hidden, device=self.device, on_shard=lambda *_: None, **most)
+            cache.build(states, cache.missing(), device=self.device, on_shard=lambda *_: None, **most)
             seconds = now(self.device) - started
             rates = {"tokens_per_second": cache.num_tokens / seconds, "gb_per_second": cache.num_bytes / seconds / 1e9}
             return {name: round(rate, 3) for name, rate in rates.items()}
@@ -146,7 +145,7 @@ class Steps:
             "as shipped": self.timed,
             **{name: partial(self.changed, change) for name, change in patches(self.trunk).items()},
             "hidden cache, written": build,
-            "step from the hidden cache": partial(self.timed, cache),
+            "step from the hidden cache": partial(self.timed, CachedStates(self.trunk, cache)),
         }
 
 

@@ -30,10 +30,10 @@ from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.sampling.distributions import GREEDY, Sampling
 from mtp_inference.session import Lane, Session
 from mtp_inference.text import TextStream
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.errors import DataError, MtpError
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 
 GPU_CAPACITY_STEP = 1024

@@ -22,6 +22,7 @@ from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
+from mtp_train.checkpoints.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
@@ -30,7 +31,6 @@ from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable
-from mtp_train.trunk.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
 
 OWN, NGRAM = "own", "ngram"
 """Drafters that are not named by location: the own head, and prompt lookup."""

@@ -23,7 +23,7 @@ from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
-from mtp_train.trunk.load import non_finite_error
+from mtp_train.trunk.ends import non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Largest number of prompt tokens prefilled together; a single prompt may be longer."""

@@ -22,14 +22,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
 
 from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, as_object, native_payload, read_counters
+from mtp_train.checkpoints.tokenizer import raw_tokens
 from mtp_train.errors import DataError, printable, redacted
-from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,9 @@ FINAL = frozenset({401, 403, 404, 405, *range(300, 400)})
 address that the user named."""
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
+
+
+T = TypeVar("T")
 
 
 class Refusal(NamedTuple):
@@ -120,6 +123,9 @@ class Endpoint:
         self._from_cache = from_cache
         self._api_key = api_key
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
+        self.max_attempts = MAX_ATTEMPTS
+        # Called with the reason before every wait.
+        self.on_wait: Callable[[str], object] = lambda reason: None
         self._closed = threading.Event()
         # Returns after a number of seconds, or when the client is closed.
         self.wait: Callable[[float], object] = self._closed.wait
@@ -139,12 +145,19 @@ class Endpoint:
         Raises:
             DataError: No request finishes for ten minutes; or one fails for good, after the answers to those in flight.
         """
+        return self.each(requests, self.ask)
+
+    def each(self, requests: Iterable[Request], ask: Callable[[Request], T]) -> Iterator[tuple[int, T]]:
+        """Do as :meth:`answers` with another function that asks, from several threads.
+
+        At most ``concurrency`` requests are sent ahead of what the caller has taken.
+        """
         waiting, in_flight, failure = enumerate(requests), 0, None
-        ended = SimpleQueue[tuple[int, Response | Refusal | BaseException]]()
+        ended = SimpleQueue[tuple[int, T | BaseException]]()
 
         def answer(number: int, request: Request) -> None:
             try:
-                ended.put((number, self.ask(request)))
+                ended.put((number, ask(request)))
             except BaseException as error:
                 ended.put((number, error))
 
@@ -172,8 +185,11 @@ class Endpoint:
         if failure is not None:
             raise failure
 
-    def ask(self, request: Request) -> Response | Refusal:
+    def ask(self, request: Request, **more: Any) -> Response | Refusal:
         """Send a request, again until it is answered or refused. Thread-safe.
+
+        Args:
+            more: Further fields of the request's body.
 
         Raises:
             DataError: The server cannot be used, or its response is not the trunk's.
@@ -181,7 +197,7 @@ class Endpoint:
         url, payload, is_sglang = f"{self.url}/completions", self._payload(request), self.served_with == "sglang"
         if is_sglang:
             url, payload = self.url.removesuffix("/v1") + "/generate", native_payload(payload)
-        found = self._request("POST", url, payload)
+        found = self._request("POST", url, payload | more)
         if isinstance(found, Refusal):
             return found
         return self.response_of(request, as_completion(found) if is_sglang else found)
@@ -194,14 +210,14 @@ class Endpoint:
         """
         document = self._request("GET", self.url + "/models", None, LIST_TIMEOUT)
         if isinstance(document, Refusal):
-            raise self._unusable(document.reason, "the list of its models", "Check the address, with its version")
+            raise self.unusable(document.reason, "the list of its models", "Check the address, with its version")
         entries = _entries(document, "data")
         served = [str(entry.get("id")) for entry in entries]
         found = f"serves {', '.join(served) or 'no model'}"
         if wanted is None and len(served) != 1:
-            raise self._unusable(found, "one model, or its name", "Name it (data.regenerate.model, --served-model)")
+            raise self.unusable(found, "one model, or its name", "Name it (data.regenerate.model, --served-model)")
         if wanted is not None and wanted not in served:
-            raise self._unusable(f"{found}, not {wanted}", "that model", "Correct the name")
+            raise self.unusable(f"{found}, not {wanted}", "that model", "Correct the name")
         self.model = wanted if wanted is not None else served[0]
         chosen = entries[served.index(self.model)]
         self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
@@ -255,11 +271,11 @@ class Endpoint:
         """
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
-            raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
+            raise self.unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
         read = as_object(document.get("usage")).get("prompt_tokens")
         if read is not None and read != len(request.prompt_ids):
             found = f"reads {read} tokens where the prompt has {len(request.prompt_ids)}"
-            raise self._unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
+            raise self.unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
         choice = choices[0]
         if choice.get("finish_reason") not in ("stop", "length"):
             return Refusal(f"finish_reason {choice.get('finish_reason')!r}")
@@ -268,7 +284,7 @@ class Endpoint:
             token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
         known = range(self._vocab_size)
         if not isinstance(token_ids, list) or not all(type(one) is int and one in known for one in token_ids):
-            raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
+            raise self.unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: request.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
@@ -286,10 +302,11 @@ class Endpoint:
         payload: Mapping[str, Any] | None,
         timeout: httpx.Timeout | None = None,
     ) -> dict[str, Any] | Refusal:
-        """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and return the JSON object."""
+        """Send one request, up to ``max_attempts`` times while failures may pass, and return the JSON object."""
         cause = ""
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(self.max_attempts):
             if attempt:
+                self.on_wait(f"{self.url}: {cause}")
                 self.wait(min(2.0 ** (attempt - 1), LONGEST_WAIT_SECONDS))
             if self._closed.is_set():
                 break
@@ -308,19 +325,21 @@ class Endpoint:
                 continue
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 expected = "an address such as http://localhost:8000/v1"
-                raise self._unusable(f"cannot be asked ({error})", expected, "Correct it") from None
+                raise self.unusable(f"cannot be asked ({error})", expected, "Correct it") from None
             detail = " ".join(response.text.split())[:200] or response.reason_phrase
             # Without the key, should the server send that back.
             shown = printable(redacted(detail.replace(self._api_key, "***") if self._api_key else detail))
             cause = f"answers {response.status_code} ({shown})"
             if response.status_code in FINAL:
                 cure = "Check the address, with its version, and the key (data.regenerate.api_key_env, --api-key-env)"
-                raise self._unusable(cause, "OpenAI's completions there", cure)
+                raise self.unusable(cause, "OpenAI's completions there", cure)
             if response.status_code not in PASSING:
                 return Refusal(cause)
-        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", "Start it again, then run the same command")
+        cure = "Start it again, then run the same command"
+        raise self.unusable(f"{cause}, {self.max_attempts} times", "an answer", cure)
 
-    def _unusable(self, found: str, expected: str, cure: str) -> DataError:
+    def unusable(self, found: str, expected: str, cure: str) -> DataError:
+        """Return an error about the server."""
         return DataError(f"{self.url}: {found}; expected {expected}. {cure}.")
 
 

@@ -26,7 +26,8 @@ from mtp_train.answers.generate import Answering
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.trunk.load import Trunk, non_finite_error
+from mtp_train.trunk.ends import non_finite_error
+from mtp_train.trunk.load import Trunk
 
 FALSE_ALARM = 1e-6
 """Probability that one check refuses responses of the trunk itself, rounding aside."""

@@ -21,8 +21,8 @@ from rich.console import Console
 
 import mtp_train as mtp
 from mtp_train.errors import printable
+from mtp_train.progress import is_main_process, progress_on
 from mtp_train.train.stopping import Stopped, stopped_by_signals
-from mtp_train.trunk.progress import is_main_process, progress_on
 
 _CHANGE = re.compile(r"[a-z]+\.[a-z_0-9.]+=")
 CLOSED_PIPE = 141

@@ -73,7 +73,7 @@ def pack_documents(
         pack: False gives every document a sequence of its own.
     """
     groups = _assign(_lengths(documents), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
-    return [_sequence(documents, group, seq_len_tokens) for group in groups]
+    return [one_row(documents, group, seq_len_tokens) for group in groups]
 
 
 def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def global_batches(
     def batch(step: int) -> list[PackedSequence]:
         first = step * sequences_per_step
         groups = [members(index) for index in range(first, first + sequences_per_step)]
-        return [_sequence(documents, group, seq_len_tokens) for group in groups]
+        return [one_row(documents, group, seq_len_tokens) for group in groups]
 
     return batch
 
@@ -171,7 +171,7 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
 
-def _sequence(documents: Sequence[Document], members: Sequence[int], seq_len_tokens: int) -> PackedSequence:
+def one_row(documents: Sequence[Document], members: Sequence[int], seq_len_tokens: int) -> PackedSequence:
     input_ids_T = np.zeros(seq_len_tokens, dtype=np.int64)
     positions_T = np.zeros(seq_len_tokens, dtype=np.int64)
     document_T = np.full(seq_len_tokens, PADDING_DOCUMENT, dtype=np.int64)

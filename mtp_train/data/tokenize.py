@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_train.data.groups import stable_share
-from mtp_train.data.records import Chat, Message, PlainText, PromptResponse, Record, has_response
-from mtp_train.data.sources import CHAT_COLUMNS
-from mtp_train.errors import DataError
-from mtp_train.trunk.tokenizer import (
+from mtp_train.checkpoints.tokenizer import (
     chat_prompt_tokens,
     raw_tokens,
     render_chat,
     template_variables,
 )
+from mtp_train.data.groups import stable_share
+from mtp_train.data.records import Chat, Message, PlainText, PromptResponse, Record, has_response
+from mtp_train.data.sources import CHAT_COLUMNS
+from mtp_train.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

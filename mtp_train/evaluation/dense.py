@@ -28,9 +28,10 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import aligned_rows, isolated_hidden
+from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import isolated_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,10 @@ def _text_rows(
     draft_vocab_R: Tensor | None,
 ) -> tuple[NDArray[Any], ...]:
     """Return entropy, overlap, agreement and validity of one text, measured in a batch of its own without padding."""
-    rows = aligned_rows(trunk, head, _batch_of(text, trunk.lm_head_VD.device), num_depths)
+    batch = _batch_of(text, trunk.lm_head_VD.device)
+    trunk.show_layers(head.trunk_layers)
+    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    rows = aligned_rows(trunk, head, batch, hidden_BTD, num_depths)
     found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
     kept_N = rows.valid_KN.any(dim=0)
     figures = (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
@@ -165,7 +169,7 @@ def better_wiring(
             trunk.show_layers(head.trunk_layers)
             hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
             for name, one in heads.items():
-                rows = aligned_rows(trunk, one, batch, num_depths, hidden_BTD=hidden_BTD)
+                rows = aligned_rows(trunk, one, batch, hidden_BTD, num_depths)
                 found = target_figures(rows, trunk, one, draft_vocab_R=drafting.draft_vocab_R)
                 figures[name][0, number] = found.overlap_KN[rows.valid_KN].mean()
                 figures[name][1, number] = found.agreed_KN[rows.valid_KN].float().mean()

@@ -12,13 +12,13 @@ from typing import Any
 from mtp_inference import MAX_DEPTH
 from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
+from mtp_train.checkpoints.tokenizer import require_variables
 from mtp_train.data.tokenize import Prompt, template_notes
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, open_arm
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.suites import load_suite, suite_prompts
-from mtp_train.trunk.tokenizer import require_variables
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import (
     ArmSpec,
@@ -35,9 +36,8 @@ from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import Measurements, assemble
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
+from mtp_train.progress import shown_loading
 from mtp_train.train.machine import device_name
-from mtp_train.trunk.progress import shown_loading
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""

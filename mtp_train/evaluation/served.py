@@ -27,6 +27,7 @@ from mtp_train.answers.generate import noise_seed
 from mtp_train.answers.served import fit_of, spread
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
@@ -35,7 +36,6 @@ from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 WARM_UP_TOKENS = 8
 SETTLE_LOOKS, SETTLE_SECONDS = 20, 0.1

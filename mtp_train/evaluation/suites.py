@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
+from mtp_train.checkpoints.tokenizer import NO_VARIABLES, raw_tokens
 from mtp_train.data.groups import is_held_out, stable_share
 from mtp_train.data.records import (
     Chat,
@@ -33,7 +34,6 @@ from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_reco
 from mtp_train.data.tokenize import Prompt, build_prompts, choose_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.results import ALL_TASKS
-from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -369,6 +369,10 @@ class Family:
         count = 1 if streams is None else text_config.to_dict()[streams.count]
         return int(count * text_config.hidden_size)
 
+    def vocab_size(self, text_config: PretrainedConfig) -> int:
+        """Return the number of tokens, without rows that pad the output matrix."""
+        return int(text_config.to_dict()[self.trunk.real_vocab or "vocab_size"])
+
     def has_chain_norm(self, text_config: PretrainedConfig) -> bool:
         """Return whether one norm follows every module."""
         return self.wiring.chain_norm is not None and bool(text_config.to_dict()[self.wiring.chain_norm])

@@ -194,7 +194,7 @@ class HeadBeside(TrainerCallback):
         dtype = hidden_BTD.dtype
         autocast = None if dtype == torch.float32 else dtype
         depths = len(self.weight_K)
-        rows = aligned_rows(self.trunk, self.head, batch, depths, hidden_BTD=hidden_BTD, autocast=autocast)
+        rows = aligned_rows(self.trunk, self.head, batch, hidden_BTD, depths, autocast=autocast)
         count_K = rows.valid_KN.sum(dim=1)
         scale_K = self.weight_K / count_K.clamp(min=1)
         terms = frozen_head_loss(

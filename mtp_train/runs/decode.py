@@ -21,6 +21,7 @@ from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
+from mtp_train.checkpoints.tokenizer import load_tokenizer, require_variables
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
@@ -35,7 +36,6 @@ from mtp_train.runs.display import Shown, as_text, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
-from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
 
 _KWARGS = "--chat-template-kwargs"
 _DOCUMENT = (

@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.families import Family
-from mtp_train.trunk.progress import is_main_process
+from mtp_train.progress import is_main_process
 
 LOG_FILE = "run.log"
 

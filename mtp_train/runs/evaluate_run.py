@@ -29,9 +29,10 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import Inputs, source_plan
-from mtp_train.runs.run import Run, RunTrunk
+from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
+from mtp_train.runs.trunks import HeldTrunk
 from mtp_train.train.machine import device_name, set_threads
 from mtp_train.trunk.load import Trunk
 
@@ -41,14 +42,14 @@ GRAFT_INSTEAD = "The head as it was is not shown to be worse:"
 """Text of a refusal before the graft command, or before the location of a head without a trunk."""
 
 
-def evaluate_run(run: Run, trunk: Trunk) -> Report:
-    """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's.
+def evaluate_run(run: Run) -> Report:
+    """Measure the arms and apply the gate.
 
     Every process must call it; the main process returns the report.
     """
     recipe, inputs = run.recipe, run.inputs
     settings = run_settings(recipe, inputs.finetune)
-    found = measure_arms(run, trunk, settings)
+    found = measure_arms(run, settings)
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
     # The recorded arms are heads of the trunk's own kind.
     others = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
@@ -79,13 +80,13 @@ def served_commands(recipe: Recipe, run_dir: Path) -> str:
     return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])
 
 
-def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measurements:
+def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
     """Decode with every planned head, and with the vanilla model where the recipe names it.
 
     The arms on the run's trunk decode at every setting, the vanilla model at the first one only. The retrained head is
     also measured at every depth below the recipe's, greedily.
     """
-    recipe, inputs = run.recipe, run.inputs
+    recipe, inputs, trunk = run.recipe, run.inputs, run.decoding_trunk()
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
     plans = head_plans(recipe, run.directory.path, inputs)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
@@ -100,9 +101,10 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
         "processes": run.accelerator.num_processes,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        trunk.drop_layers()
-        trunk.to("meta")
-        arms.append(measure_vanilla(run, inputs.base, first, trunk.dtype_name))
+        # One trunk is in memory at a time.
+        del trunk, heads
+        run.release_trunk()
+        arms.append(measure_vanilla(run, inputs.base, first, facts["dtype"]))
     return Measurements(arms, facts=facts)
 
 
@@ -165,11 +167,11 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
             {"model.trunk": run.recipe.model.head_from, "model.adapter": None, "model.dtype": dtype}
         ),
         inputs=replace(inputs, finetune=base, adapter=None, text=text),
+        held=HeldTrunk(),
     )
-    loaded = RunTrunk(vanilla)
-    loaded.load(decodes=True)
-    heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, loaded.trunk)}
-    return measure(vanilla, loaded.trunk, heads, [setting])[1]
+    trunk = vanilla.decoding_trunk()
+    heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, trunk)}
+    return measure(vanilla, trunk, heads, [setting])[1]
 
 
 def without_gain(run_dir: Path) -> str | None:

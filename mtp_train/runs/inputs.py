@@ -30,6 +30,7 @@ from mtp_train.checkpoints.locations import (
     locate_checkpoint,
     open_location,
 )
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer, require_variables
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.data.groups import join_near_duplicates, split_by_group
@@ -61,7 +62,6 @@ from mtp_train.runs.refusals import (
     require_groups,
     weight_refusals,
 )
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer, require_variables
 
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes

@@ -23,6 +23,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.progress import is_main_process, progress_on
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
@@ -34,16 +35,16 @@ from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
-from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
+from mtp_train.runs.run import Run, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import tracking_of
 from mtp_train.runs.study import head_runs, measure_study, study_outcome
 from mtp_train.runs.training import STATE, part_documents, train_stage
+from mtp_train.runs.trunks import answering_dtype, load_to_train
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.progress import is_main_process, progress_on
 from mtp_train.trunk.recurrent_kernels import missing_kernels
 
 
@@ -140,61 +141,76 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
 
 def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     """Run the stages up to the report, which the main process returns; those that are done are skipped."""
-    trunk, recipe, study = RunTrunk(run), run.recipe, run.recipe.study
+    recipe, study = run.recipe, run.recipe.study
     directories = [one.directory for one in head_runs(run)]
     # As the main process finds them: a network file system may show new files to other machines later.
     found = [(one.path / HEAD).exists() for one in directories], (run.directory.path / REPORT_FILE).exists()
     are_trained, is_measured = run.accelerator.gather_items([found])[0]
     is_trained = all(are_trained)
-    # The trunk comes first, in the form that the first stage needs: a refused trunk leaves the directory free.
     if not is_trained or (recipe.gate.enabled and study is None and not is_measured):
-        trunk.load(decodes=is_trained or (recipe.data.regenerate is not None and recipe.decodes))
+        _load_first(run, is_trained=is_trained)
     if run.is_main:
         for directory in {run.directory, *directories}:
             directory.clear_leftovers()
     run.claim()
     if not is_trained:
-        _train(run, trunk, are_trained, auto)
+        _train(run, are_trained, auto)
     heads = [str((one.path / HEAD).relative_to(run.directory.path)) for one in directories]
     require_shared(run.directory.path, heads, run.accelerator)
     run.attempt.stage = "evaluate"
     if is_measured:
         report: Report | None = load_report(run.directory.path / REPORT_FILE)
     elif study is not None:
-        trunk.drop()
+        run.release_trunk()
         report = measure_study(run, study)
     elif recipe.gate.enabled:
-        trunk.prepare_decoding()
-        report = evaluate_run(run, trunk.trunk)
+        report = evaluate_run(run)
     else:
-        trunk.drop()
+        run.release_trunk()
         report = unjudged(run.recipe, run.inputs)
     return report if run.is_main else None
 
 
-def _train(run: Run, trunk: RunTrunk, are_trained: Sequence[bool], auto: Collection[str]) -> None:
+def _load_first(run: Run, *, is_trained: bool) -> None:
+    """Load the trunk in the form of the first stage, so that a refused trunk leaves the run directory free.
+
+    A run whose training had begun has its text. With a hidden-state cache it may need no trunk until it decodes.
+    """
+    recipe, goes_on = run.recipe, _has_begun(run)
+    if is_trained or (recipe.data.regenerate is not None and recipe.decodes and not goes_on):
+        run.decoding_trunk()
+    elif recipe.train.hidden_cache is None or (recipe.gate.enabled and not goes_on):
+        load_to_train(run)
+
+
+def _has_begun(run: Run) -> bool:
+    """Return whether the training of a head had begun, as the main process finds it."""
+    has_begun = any((one.directory.path / STATE).exists() for one in head_runs(run))
+    return bool(broadcast_object_list([has_begun])[0])
+
+
+def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None:
     """Train the missing heads, all on the same text."""
-    recipe = run.recipe
-    if recipe.gate.enabled and trunk.is_whole:
+    recipe, trunk = run.recipe, run.held.whole
+    if recipe.gate.enabled and trunk is not None:
         prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
-        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
+        check_decoder(trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
+    del trunk
     run.attempt.stage = "data"
-    documents = data_stage(run, trunk)
+    documents = data_stage(run)
     _resolve_length(run, documents, auto)
     run.attempt.stage = "train"
     # The heads of a study share a learning rate.
     chooses_lr = "train.lr" in auto and recipe.study is None
     for of_head, is_trained in zip(head_runs(run), are_trained, strict=True):
         if not is_trained:
-            trunk.prepare_training()
-            train_stage(of_head, trunk.trunk, documents, chooses_lr=chooses_lr)
+            train_stage(of_head, documents, chooses_lr=chooses_lr)
 
 
 def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
     """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
     fields = [field for field in auto if field in FROM_TEXT]
-    has_begun = any((one.directory.path / STATE).exists() for one in head_runs(run))
-    if not fields or broadcast_object_list([has_begun])[0]:
+    if not fields or _has_begun(run):
         return
     processes = run.accelerator.num_processes
     training, _ = part_documents(run.recipe, documents)
@@ -283,11 +299,12 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         # Answers need no gate, and no groups for its interval.
         run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
         run.recipe = checked
-        trunk = RunTrunk(run)
-        answers = settings.endpoint is None
-        trunk.load(decodes=answers, dtype=trunk.answering_dtype if answers else None)
+        if settings.endpoint is None:
+            run.decoding_trunk(answering_dtype(run))
+        else:
+            load_to_train(run)
         run.claim()
-        _, counts = generate_responses(run, settings, trunk)
+        _, counts = generate_responses(run, settings)
     return RegenerateResult(directory.path, counts)
 
 

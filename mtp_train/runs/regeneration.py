@@ -32,8 +32,9 @@ from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
-from mtp_train.runs.run import Run, RunTrunk, require_shared
+from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.trunks import answering_dtype, trunk_in_shards
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
@@ -44,26 +45,27 @@ CONCURRENCY = 32
 """Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
 
-def data_stage(run: Run, trunk: RunTrunk) -> list[Document]:
+def data_stage(run: Run) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
     settings = run.recipe.data.regenerate
     if settings is None:
         return list(run.inputs.text.documents)
-    return generate_responses(run, settings, trunk)[0]
+    return generate_responses(run, settings)[0]
 
 
-def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> tuple[list[Document], ResponseCounts]:
+def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
     Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
-    responses: the first process asks the server, and the trunk is spent afterwards.
+    responses: the first process asks the server.
     """
     recipe = run.recipe
     inputs = run.inputs
     accelerator = run.accelerator
     progress = run.progress
     directory, deciding = responses_directory(run, settings)
-    rank, world = (accelerator.process_index, accelerator.num_processes) if trunk.is_whole else (0, 1)
+    is_shared = run.held.form == "in shards"
+    rank, world = (0, 1) if is_shared else (accelerator.process_index, accelerator.num_processes)
     store = RegeneratedStore(directory, rank=rank, world=world)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
@@ -87,11 +89,11 @@ def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> t
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, trunk, store, answering, rows, on_progress)
+        answer_by_decoder(run, store, answering, rows, on_progress)
     else:
-        answer = partial(answer_by_server, run, settings, trunk.trunk, store, answering, on_progress)
-        said = answer() if trunk.is_whole else with_followers(trunk.trunk, accelerator, answer)
-        trunk.is_spent = not trunk.is_whole
+        trunk = trunk_in_shards(run) if is_shared else run.decoding_trunk()
+        answer = partial(answer_by_server, run, settings, trunk, store, answering, on_progress)
+        said = with_followers(trunk, accelerator, answer) if is_shared else answer()
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -129,7 +131,6 @@ def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
 
 def answer_by_decoder(
     run: Run,
-    trunk: RunTrunk,
     store: RegeneratedStore,
     answering: Answering,
     batch_size: int,
@@ -141,8 +142,8 @@ def answer_by_decoder(
     prompts = [prompt for prompt in run.inputs.text.prompts if prompt.id not in copied]
     if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
-    trunk.prepare_answering()
-    decoder = SpeculativeDecoder(trunk.trunk, None, 0, answering.eos_ids, max_batch=batch_size)
+    trunk = run.decoding_trunk(answering_dtype(run))
+    decoder = SpeculativeDecoder(trunk, None, 0, answering.eos_ids, max_batch=batch_size)
     regenerate(
         prompts,
         store,

@@ -39,6 +39,7 @@ from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, output_of, retrain_command
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
 from mtp_train.errors import CheckpointError, MtpError
@@ -48,6 +49,7 @@ from mtp_train.evaluation.results import REPORT_FILE, ArmResult, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.progress import progress_on, shown_loading
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
@@ -74,8 +76,6 @@ from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identit
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
 from mtp_train.train.log import read_metrics
-from mtp_train.trunk.progress import progress_on, shown_loading
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
 

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from rich.progress import Progress
 
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
+from mtp_train.errors import OutOfMemoryError, TrainingError
 from mtp_train.evaluation.decoding import Processes
-from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.check import Shapes
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.refusals import HeadOnTrunk, require_answers
+from mtp_train.runs.refusals import require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.runs.settings import plan_of
+from mtp_train.runs.trunks import HeldTrunk, decoding_trunk, states_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
-from mtp_train.train.machine import device_named
 from mtp_train.train.plan import Plan
-from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
-from mtp_train.trunk.load import OnLayer, Trunk, load_trunk
-from mtp_train.trunk.precision import resolve_precision, slow_halves, trunk_dtype
-from mtp_train.trunk.progress import shown_loading
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import resolve_precision
+from mtp_train.trunk.states import States
 
 ATTEMPTS, PAUSE_SECONDS = 60, 1.0
 """A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
@@ -68,6 +62,7 @@ class Run:
     attempt: Attempt = field(default_factory=Attempt)
     records: Records = field(default_factory=dict)
     """Content hashes of the inputs from before they were loaded; of the main process."""
+    held: HeldTrunk = field(default_factory=HeldTrunk)
 
     @classmethod
     def begin(
@@ -101,6 +96,17 @@ class Run:
     def processes(self) -> Processes:
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
+    def states(self, documents: Sequence[Document], layers: tuple[int, ...] = ()) -> States:
+        """Return the trunk's states of documents to train on, see :func:`mtp_train.runs.trunks.states_of`."""
+        return states_of(self, documents, layers)
+
+    def decoding_trunk(self, dtype: str | None = None) -> Trunk:
+        """Return the whole trunk to decode with, see :func:`mtp_train.runs.trunks.decoding_trunk`."""
+        return decoding_trunk(self, dtype)
+
+    def release_trunk(self) -> None:
+        self.held.release(self.accelerator)
+
     def claim(self) -> None:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
@@ -124,130 +130,6 @@ class Run:
             "plan": asdict(self.plan),
             **environment_facts(),
         }
-
-
-def load_run_trunk(run: Run, *, dtype: str | None = None, to_shard: bool = False) -> Trunk:
-    """Load the trunk on the process's device, or into main memory if it is offloaded.
-
-    A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
-    must call it. ``dtype`` replaces ``model.dtype``.
-    """
-    model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
-    device, on_layer = accelerator.device, None
-    if to_shard:
-        device, on_layer = torch.device("cpu"), _sharder_while_loading(run)
-    if model.offload is not None:
-        if accelerator.distributed_type is not DistributedType.NO:
-            raise TrainingError(
-                f"model.offload: {model.offload}, and the launcher asks for {accelerator.distributed_type.value}; "
-                f"expected one process without a wrapper. Launch with {accelerate_file('single')}, or write "
-                "model.offload: null."
-            )
-        device = torch.device("cpu")
-    held = trunk_dtype(inputs.finetune, inputs.finetune.family, accelerator.device, dtype or model.dtype)
-    if shards_trunk(accelerator) and run.recipe.train.precision == "fp32":
-        # Shards are gathered in the dtype that they are held in, and no hook can convert them.
-        held = torch.float32
-    together = accelerator.failing_together() if to_shard else nullcontext()
-    with together, shown_loading(run.progress, model.trunk, inputs.finetune.num_bytes):
-        return load_trunk(
-            inputs.finetune.path,
-            inputs.finetune.family,
-            dtype=held,
-            device=device,
-            adapter=inputs.adapter,
-            quantization=model.quantization,
-            trust_remote_code=model.trust_remote_code,
-            on_layer=on_layer,
-        )
-
-
-def _sharder_while_loading(run: Run) -> OnLayer:
-    """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
-    # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
-    is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
-    return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
-
-
-def require_room(run: Run) -> None:
-    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
-    recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
-    if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
-        return
-    trunk, head = inputs.finetune, inputs.head_plan
-    text_config = text_config_of(trunk, trust_remote_code=recipe.model.trust_remote_code)
-    model = HeadOnTrunk(trunk.path, trunk.config, text_config, head.family, head.num_modules)
-    machine, shapes = device_named(None), Shapes(recipe, model, trunk)
-    problem = shapes.room(recipe, count, machine).decoding_problem
-    if problem is not None:
-        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine, recipe)]
-        cure = f"Add {', or '.join(fitting)}." if fitting else "Use a larger GPU."
-        raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
-
-
-class RunTrunk:
-    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._trunk: Trunk | None = None
-        self.is_whole = False
-        """Whether the trunk in memory can decode."""
-        self.is_spent = False
-        """Whether a stage has put it in shards or dropped its layers, so that no other head can be trained on it."""
-
-    @property
-    def trunk(self) -> Trunk:
-        if self._trunk is None:
-            raise ValueError("no trunk in memory; expected load() before.")
-        return self._trunk
-
-    def load(self, *, decodes: bool, dtype: str | None = None) -> None:
-        """Load the trunk to decode with it, or to train a head on it, in place of one in memory."""
-        self.drop()
-        require_room(self._run)
-        to_shard = not decodes and shards_trunk(self._run.accelerator)
-        self._trunk = load_run_trunk(self._run, dtype=dtype, to_shard=to_shard)
-        if self._run.recipe.model.offload is not None:
-            self._trunk.offload_layers(self._run.accelerator.device)
-        self.is_whole, self.is_spent = not to_shard, False
-
-    @property
-    def answering_dtype(self) -> str | None:
-        """bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
-        model = self._run.recipe.model
-        source = self._run.inputs.finetune
-        device = self._run.accelerator.device
-        is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
-        is_free = model.dtype == "auto" and model.quantization is None and model.offload is None
-        is_faster = device.type == "cpu" and not slow_halves(torch.bfloat16, device)
-        return "bfloat16" if is_stored and is_free and is_faster else None
-
-    def prepare_answering(self) -> None:
-        """Load the trunk again if it is held in another dtype than it answers in."""
-        dtype = self.answering_dtype
-        if dtype not in (None, self.trunk.dtype_name):
-            self.load(decodes=True, dtype=dtype)
-            self.is_spent = True
-
-    def prepare_training(self) -> None:
-        """Load the trunk again if it is spent: by answers, the check of a server's, or the training of a head."""
-        if self.is_spent:
-            self.load(decodes=False)
-        # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
-        self.is_spent = shards_trunk(self._run.accelerator) or self._run.recipe.train.hidden_cache is not None
-        self.is_whole &= not self.is_spent
-
-    def prepare_decoding(self) -> None:
-        """Load the trunk again if it is not in the form that evaluation needs."""
-        if not self.is_whole:
-            self.load(decodes=True)
-
-    def drop(self) -> None:
-        if self._trunk is not None:
-            give_up_shards(self._trunk, self._run.accelerator)
-        self._trunk, self.is_whole = None, False
-        gc.collect()
 
 
 def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:

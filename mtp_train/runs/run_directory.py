@@ -57,13 +57,13 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
+from mtp_train.progress import is_main_process
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
 from mtp_train.train.stopping import Stopped
-from mtp_train.trunk.progress import is_main_process
 
 FIRST_STAGE, DONE = "check", "done"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"

@@ -33,7 +33,7 @@ from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from mtp_train.runs.training import HIDDEN
+from mtp_train.runs.trunks import HIDDEN
 
 HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"

@@ -6,12 +6,10 @@ held out to select the best head, and the log. :func:`mtp_train.train.loop.train
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,18 +30,14 @@ from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
-from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.settings import MEASURES, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.machine import set_threads
-from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.select import Selection
-from mtp_train.train.shard import HiddenInShards, shards_trunk
-from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
+from mtp_train.trunk.states import States
 
 
 def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:
@@ -92,7 +86,7 @@ def renumbered(sequences: Sequence[PackedSequence], indices: Sequence[int]) -> l
 
 
 def make_selection(
-    run: Run, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None, *, chooses_lr: bool
+    run: Run, documents: Sequence[Document], measured: Sequence[int], *, chooses_lr: bool
 ) -> Selection | None:
     """Return the selection of the best head; None if the recipe takes the last head."""
     spec, data = run.recipe.train.select, run.recipe.data
@@ -102,14 +96,14 @@ def make_selection(
     sequences = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
-    return Selection(every, spec.patience, kept, cache, partial(record_lr, run) if chooses_lr else None)
+    return Selection(every, spec.patience, kept, partial(record_lr, run) if chooses_lr else None)
 
 
-STATE, HIDDEN = "state", "hidden"
+STATE = "state"
 
 
-def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, chooses_lr: bool = False) -> None:
-    """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards.
+def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = False) -> None:
+    """Train the head and save it as the run's artifact.
 
     ``chooses_lr``: the learning rate is automatic. It depends on how good the starting head is.
     """
@@ -123,14 +117,13 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
-    draft_vocab, own = chosen_vocab(run, documents, len(trunk.lm_head_VD)), inputs.head_plan.output
+    draft_vocab, own = chosen_vocab(run, documents), inputs.head_plan.output
     served_vocab = draft_vocab if serves_draft_vocab(recipe.head.kind) else None
     trained_vocab = served_vocab if own is None else own.token_ids_R
     if trained_vocab is not None:
         documents = keep_targets(documents, set(trained_vocab.tolist()))
-    module = head_training(recipe, trunk, head, trained_vocab)
+    module = head_training(recipe, run.states(documents, head.trunk_layers), head, trained_vocab)
     training, measured = part_documents(recipe, documents)
-    cache = hidden_cache(run, module, documents)
     batches = global_batches(
         [documents[index] for index in training],
         seq_len_tokens=recipe.data.seq_len_tokens,
@@ -138,7 +131,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
         sequences_per_step=run.plan.sequences_per_step,
         seed=recipe.seed,
     )
-    selection = make_selection(run, documents, measured, cache, chooses_lr=chooses_lr)
+    selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
 
     def make_log(resume_step: int) -> RunLog | None:
@@ -158,7 +151,6 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
         plan=run.plan,
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
-        cache=cache,
         selection=selection,
         state_dir=run_dir / STATE,
         make_log=make_log,
@@ -184,9 +176,9 @@ def described(metrics: Mapping[str, Any]) -> str:
     return ", ".join(["training the head", *found])
 
 
-def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
+def head_training(recipe: Recipe, states: States, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
     return HeadTraining(
-        trunk,
+        states,
         head,
         num_depths=recipe.head.num_depths,
         kind=find_loss(recipe.objective.loss).name,
@@ -198,53 +190,13 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
     )
 
 
-def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) -> HiddenCache | None:
-    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache."""
-    recipe = run.recipe
-    inputs = run.inputs
-    accelerator = run.accelerator
-    progress = run.progress
-    spec = recipe.train.hidden_cache
-    trunk = module.trunk
-    device = accelerator.device
-    if spec is None:
-        return None
-    is_sharded = shards_trunk(accelerator)
-    hidden_fn: HiddenFn = (
-        HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
-    )
-    with trunk.computing_in(module.compute_dtype):
-        state = one_state(hidden_fn, device)
-        settings = (recipe.train.precision, recipe.model.quantization, trunk.dtype_name)
-        adapter = inputs.contents[ADAPTER] if inputs.adapter else None
-        digest = cache_digest(inputs.contents[TRUNK], adapter, documents, state, *settings)
-        cache = HiddenCache(Path(spec.directory or run.directory.path / HIDDEN) / digest, documents, state)
-        cache.require_room()
-        task = progress.add_task("keeping hidden states", total=None)
-        if accelerator.is_main_process:
-            progress.console.print(f"{cache.directory}: {cache.num_bytes / (1 << 30):.2f} GiB of hidden states")
-        cache.build(
-            hidden_fn,
-            device=device,
-            max_tokens=run.plan.micro_batch_tokens,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    accelerator.wait_for_everyone()
-    trunk.drop_layers()
-    # Shards and their hooks form reference cycles: collect them to free the memory.
-    del hidden_fn
-    gc.collect()
-    return cache
-
-
-def chosen_vocab(run: Run, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
+def chosen_vocab(run: Run, documents: Sequence[Document]) -> torch.Tensor | None:
     """Return the tokens that the head may draft, int32 and ascending; None for all."""
     asked, plan = run.recipe.head.draft_vocab, run.inputs.head_plan
     if asked is None:
         # The exported draft model has rows for these tokens alone.
         return plan.draft_vocab if plan.family.kind != "mtp" else None
+    vocab_size = plan.family.vocab_size(text_config_of(run.inputs.finetune))
     return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 
 

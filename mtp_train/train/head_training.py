@@ -1,4 +1,4 @@
-"""Trunk and head as one module with the loss inside its forward.
+"""States and head as one module with the loss inside its forward.
 
 accelerate prepares and wraps this one module: it refuses several models under FSDP2 and DeepSpeed.
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.module import MtpHead, OutputRows
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
-from mtp_train.train.packed_rows import AlignedRows, Forwards, aligned_rows, autocasting
+from mtp_train.train.packed_rows import AlignedRows, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.ends import Ends
+from mtp_train.trunk.states import Forwards, States
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,8 @@ class MicroBatch:
     batch: PackedBatch
     scale_K: Tensor
     """fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the whole step."""
-    hidden_BTD: Tensor | None = None
-    """The trunk's hidden states of the tokens; None runs the trunk's layers."""
-    forwards: Forwards | None = None
-    """The trunk's passes; None plans them in the forward."""
+    prepared: Tensor | Forwards | None = None
+    """What :meth:`mtp_train.trunk.states.States.prepare` returned; None for a trunk that plans its passes itself."""
     used_N: Tensor | None = None
     """int64, the target rows at which any depth has a target; None looks for them in the forward."""
 
@@ -52,7 +51,7 @@ class MicroBatch:
 
 
 class HeadTraining(nn.Module):
-    """A frozen trunk and the head that is trained on it.
+    """The hidden states of a frozen trunk, and the head that is trained on them.
 
     Args:
         temperature: Softens p and q of every loss that distils.
@@ -61,15 +60,15 @@ class HeadTraining(nn.Module):
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all. Those of a head with its own output rows.
         compute_dtype: bfloat16 or float32, the dtype of all matrix products, whatever dtype the weights are held in:
-            the head's by autocast, the trunk's by :meth:`~mtp_train.trunk.load.Trunk.computing_in`, so that it computes
-            what it does in decoding. Packed quantised weights use the products of their own kernels. accelerate's mixed
-            precision is not used: under FSDP2 and DeepSpeed it also rounds the inputs of the loss and the head's
-            weights.
+            the head's by autocast, the trunk's by :meth:`~mtp_train.trunk.states.States.computing_in`, so that it
+            computes what it does in decoding. Packed quantised weights use the products of their own kernels.
+            accelerate's mixed precision is not used: under FSDP2 and DeepSpeed it also rounds the inputs of the loss
+            and the head's weights.
     """
 
     def __init__(
         self,
-        trunk: Trunk,
+        states: States,
         head: MtpHead,
         *,
         num_depths: int,
@@ -81,9 +80,9 @@ class HeadTraining(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.trunk = trunk.requires_grad_(False).eval()
+        self.states = states.requires_grad_(False).eval()
         # Before the first forward pass: states of shown layers are recorded during the pass.
-        self.trunk.show_layers(head.trunk_layers)
+        self.ends.show_layers(head.trunk_layers)
         self.head = head
         head.freeze_unused(num_depths)
         self.num_depths = num_depths
@@ -96,10 +95,14 @@ class HeadTraining(nn.Module):
         self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
+    @property
+    def ends(self) -> Ends:
+        return self.states.ends
+
     def train(self, mode: bool = True) -> HeadTraining:
         """Set the mode of the head; the trunk stays in eval mode."""
         super().train(mode)
-        self.trunk.eval()
+        self.states.eval()
         return self
 
     def forward(self, micro: MicroBatch, *, measures: bool = False) -> LossTerms | DenseSums:
@@ -109,25 +112,25 @@ class HeadTraining(nn.Module):
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
-        with self.trunk.computing_in(self.compute_dtype):
+        with self.states.computing_in(self.compute_dtype):
             rows = aligned_rows(
-                self.trunk,
+                self.ends,
                 self.head,
                 micro.batch,
+                # Outside of autocast, as in decoding.
+                self.states(micro.batch.tokens_BT, micro.batch.document_BT, micro.prepared),
                 self.num_depths,
-                hidden_BTD=micro.hidden_BTD,
-                forwards=micro.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
                 autocast=self.compute_dtype,
             )
             if measures:
                 with autocasting(micro.scale_K.device, self.compute_dtype):
-                    return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
+                    return dense_sums(rows, self.ends, self.head, self.draft_vocab)
         return self._loss(rows, micro.scale_K, micro.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
-        lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
+        lm_head_VD, own_heads = self.ends.lm_head_VD, self.head.own_lm_heads(self.num_depths)
         targets_N, vocab_R = rows.targets_N, self.draft_vocab
         if vocab_R is not None:
             # The trunk is frozen: its rows are chosen and converted once.

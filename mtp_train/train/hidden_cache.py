@@ -7,6 +7,8 @@ embedding and the output matrix alone. A cache is a directory, named by :func:`c
 
 A shard is complete or absent: an interrupted build continues with the missing shards.
 
+:class:`HiddenCache` is such a directory, :class:`CachedStates` the states that training reads from it.
+
 Shapes: S tokens of a shard, B rows, T tokens of a row or a document, D hidden.
 """
 
@@ -20,8 +22,8 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -29,54 +31,51 @@ from torch import Tensor
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.writing import held_tensor, write_safetensors
-from mtp_train.data.pack import PackedSequence
+from mtp_train.data.pack import PackedSequence, collate, one_row
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.train.plan import GIB
+from mtp_train.trunk.ends import Ends
+from mtp_train.trunk.states import PackedRow, States, TrunkStates
 
 SHARD_BYTES = 1 << 28
 
-HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
-"""From tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass to the trunk's hidden
-states (1, S, D), as :func:`mtp_train.train.packed_rows.isolated_hidden`. With a trunk in shards, all processes have to
-call it equally often."""
-
 
 def cache_digest(
-    trunk: Contents, adapter: Contents | None, documents: Sequence[Document], state: Tensor, *settings: str | None
+    trunk: Contents,
+    adapter: Contents | None,
+    documents: Sequence[Document],
+    *settings: str | None,
+    dtype: torch.dtype,
+    width: int,
 ) -> str:
     """Return a digest of everything that the stored states depend on.
 
     Args:
-        state: Any state, whose width and dtype count.
         settings: The precision, the quantisation and the held dtype of the trunk.
+        dtype: Of the states.
+        width: Of the states, D.
     """
     tokens = hashlib.sha256()
     for document in documents:
         tokens.update(len(document.input_ids).to_bytes(8, "little"))
         tokens.update(document.input_ids.tobytes())
     contents = [dict(trunk), None if adapter is None else dict(adapter)]
-    identity = [tokens.hexdigest(), *contents, *settings, str(state.dtype), state.shape[-1]]
+    identity = [tokens.hexdigest(), *contents, *settings, str(dtype), width]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def one_state(hidden_fn: HiddenFn, device: torch.device) -> Tensor:
-    """Return the trunk's state of one token, (1, 1, D), for the width and the dtype of its states."""
-    token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
-    return hidden_fn(token_11, torch.zeros_like(token_11), 1)
 
 
 class HiddenCache:
     """The hidden states of documents, in shards of the same number of documents.
 
     Args:
-        state: Any state, for the width and the dtype.
+        width: Of the states, D.
+        dtype: Of the states.
     """
 
-    def __init__(self, directory: Path, documents: Sequence[Document], state: Tensor) -> None:
+    def __init__(self, directory: Path, documents: Sequence[Document], *, width: int, dtype: torch.dtype) -> None:
         self.directory, self.documents = directory, documents
-        self.width, self.dtype = state.shape[-1], state.dtype
+        self.width, self.dtype = width, dtype
         token_bytes = self.width * self.dtype.itemsize
         lengths = [len(document.input_ids) for document in documents]
         self.num_tokens = sum(lengths)
@@ -98,9 +97,14 @@ class HiddenCache:
                 "train.hidden_cache.directory, take fewer documents, or write train.hidden_cache: null."
             )
 
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that are not written yet."""
+        return [shard for shard in range(self.num_shards) if not self._path(shard).exists()]
+
     def build(
         self,
-        hidden_fn: HiddenFn,
+        states: TrunkStates,
+        missing: Sequence[int],
         *,
         device: torch.device,
         max_tokens: int,
@@ -108,31 +112,38 @@ class HiddenCache:
         world: int,
         on_shard: Callable[[int, int], None],
     ) -> None:
-        """Write the missing shards of this process, which has every ``world``-th shard.
+        """Write this process's part of the missing shards.
 
         Every process takes the same number of turns, also without a shard left to write: if the trunk is in shards, all
         processes run its forward passes together.
 
         Args:
+            missing: As :meth:`missing` returned it in one process: others may see new files later.
             max_tokens: Most tokens of one forward pass, padding included.
             on_shard: Called with the number of turns done and the number in all.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        num_turns = -(-self.num_shards // world)
-        for turn in range(num_turns):
-            shard = turn * world + rank
-            is_missing = shard < self.num_shards and not self._path(shard).exists()
-            first = shard * self.shard_documents
-            documents = self.documents[first : first + self.shard_documents] if is_missing else []
-            states_1SD = hidden_fn(*_in_one_row(documents, device), max_tokens)
-            if is_missing:
-                parts = states_1SD[0].split([len(document.input_ids) for document in documents])
-                self._write(self._path(shard), {str(first + index): part for index, part in enumerate(parts)})
-            on_shard(turn + 1, num_turns)
+        turns = [missing[first : first + world] for first in range(0, len(missing), world)]
+        for turn, shards in enumerate(turns, start=1):
+            rows = [self._row_of(shard) for shard in [*shards, *[self.num_shards] * (world - len(shards))]]
+            own = collate([rows[rank]])
+            prepared = states.prepare([[row] for row in rows], rank, max_tokens)
+            states_1SD = states(own.tokens_BT.to(device), own.document_BT.to(device), prepared)
+            if rank < len(shards):
+                members = rows[rank].members
+                parts = states_1SD[0].split([len(self.documents[member].input_ids) for member in members])
+                self._write(self._path(shards[rank]), dict(zip(map(str, members), parts, strict=True)))
+            on_shard(turn, len(turns))
 
-    def rows(self, sequences: Sequence[PackedSequence]) -> Tensor:
+    def _row_of(self, shard: int) -> PackedSequence:
+        """Return a shard's documents in one row; for the number after the last shard, a token of padding."""
+        all_members = range(len(self.documents))
+        members = all_members[shard * self.shard_documents : (shard + 1) * self.shard_documents]
+        return one_row(self.documents, members, max(1, sum(len(self.documents[one].input_ids) for one in members)))
+
+    def rows(self, sequences: Sequence[PackedRow]) -> Tensor:
         """Return what ``isolated_hidden`` returns for packed sequences: (B, T, D), 0 on padding, on the CPU."""
-        states_BTD = torch.zeros(len(sequences), len(sequences[0].input_ids_T), self.width, dtype=self.dtype)
+        states_BTD = torch.zeros(len(sequences), len(sequences[0].document_T), self.width, dtype=self.dtype)
         for row, sequence in enumerate(sequences):
             states_TD = torch.cat([self.document(index) for index in sequence.members])
             states_BTD[row, : len(states_TD)] = states_TD
@@ -154,11 +165,20 @@ class HiddenCache:
         partial.replace(path)
 
 
-def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and document numbers, (1, S); one token of padding if there are no documents."""
-    if not documents:
-        token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
-        return token_11, torch.full_like(token_11, PADDING_DOCUMENT)
-    ids = np.concatenate([document.input_ids for document in documents])
-    numbers = np.repeat(np.arange(len(documents)), [len(document.input_ids) for document in documents])
-    return torch.from_numpy(ids).long()[None].to(device), torch.from_numpy(numbers)[None].to(device)
+class CachedStates(States):
+    """States that are read from a cache."""
+
+    def __init__(self, ends: Ends, cache: HiddenCache) -> None:
+        super().__init__()
+        self._ends, self.cache = ends, cache
+
+    @property
+    def ends(self) -> Ends:
+        return self._ends
+
+    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int) -> Tensor:
+        """Read the states of this process's rows."""
+        return self.cache.rows(shares[rank])
+
+    def forward(self, _tokens_BT: Tensor, _document_BT: Tensor, prepared: Any = None) -> Tensor:
+        return prepared

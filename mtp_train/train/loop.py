@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -31,13 +30,11 @@ from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import STEP_PARTS, RunLog
-from mtp_train.train.packed_rows import Forwards, Segment, group_by_length, segments, valid_rows
+from mtp_train.train.packed_rows import valid_rows
 from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
-from mtp_train.train.shard import shards_trunk
 from mtp_train.train.state import (
     best_weights,
     head_state,
@@ -50,6 +47,7 @@ from mtp_train.train.state import (
 )
 from mtp_train.train.step_timer import StepTimer
 from mtp_train.train.stopping import noted_signal, stopped_after
+from mtp_train.trunk.states import States
 
 _LOG = logging.getLogger(__name__)
 _PINNING = ("cuda", "xpu")
@@ -100,9 +98,8 @@ class Training:
     weight_K: Sequence[float]
     """The weight of each depth, which sum to 1."""
     batch_fn: BatchFn
-    cache: HiddenCache | None
     accelerator: Accelerator
-    head: MtpHead
+    module: HeadTraining
     wrapped: nn.Module
     optimizer: Any
     selection: Selection | None
@@ -115,7 +112,7 @@ class Training:
 
     def batches(self, step: int) -> StepBatches:
         sequences = self.batch_fn(step)
-        made = micro_batches(sequences, self.plan, self.weight_K, self.accelerator, self.cache)
+        made = micro_batches(sequences, self.plan, self.weight_K, self.accelerator, self.module.states)
         return sequences, chain([next(made)], made)
 
 
@@ -124,16 +121,13 @@ def micro_batches(
     plan: Plan,
     weight_K: Sequence[float],
     accelerator: Accelerator,
-    cache: HiddenCache | None = None,
+    states: States,
 ) -> Iterator[MicroBatch]:
     """Yield this process's micro-batches of a step, given the step's sequences over all processes.
 
     Losses are divided by the number of targets of the whole step, over all processes and micro-batches, so the gradient
     is the same for every world size and accumulation. The factors undo the wrapper's averaging over processes and
     accelerate's averaging over micro-batches.
-
-    Args:
-        cache: The trunk's hidden states; None if the trunk computes them.
     """
     num_depths, rank = len(weight_K), accelerator.process_index
     totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
@@ -141,23 +135,11 @@ def micro_batches(
     pairs = zip(weight_K, totals, strict=True)
     scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
     for micro in range(plan.accumulation):
-        own = list(sequences[plan.share(micro, rank)])
-        batch = collate(own)
+        shares = [sequences[plan.share(micro, one)] for one in range(plan.world_size)]
+        batch = collate(list(shares[rank]))
         used_N = valid_rows(batch, num_depths).any(dim=0).nonzero().squeeze(1)
-        if cache is not None:
-            made = MicroBatch(batch, scale_K, hidden_BTD=cache.rows(own), used_N=used_N)
-        else:
-            # Where the trunk is in shards, all processes run its passes together.
-            ranks = range(plan.world_size) if shards_trunk(accelerator) else [rank]
-            groups = {one: _groups(sequences[plan.share(micro, one)]) for one in ranks}
-            forwards = Forwards(groups[rank], max(map(len, groups.values())))
-            made = MicroBatch(batch, scale_K, forwards=forwards, used_N=used_N)
+        made = MicroBatch(batch, scale_K, states.prepare(shares, rank), used_N)
         yield made.mapped(Tensor.pin_memory) if accelerator.device.type in _PINNING else made
-
-
-def _groups(sequences: Sequence[PackedSequence]) -> list[list[Segment]]:
-    document_BT = np.stack([one.document_T for one in sequences])
-    return group_by_length(segments(document_BT), document_BT.size)
 
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
@@ -184,7 +166,6 @@ def train_head(
     state_dir: Path,
     make_log: Callable[[int], RunLog | None],
     on_step: Callable[[int], None],
-    cache: HiddenCache | None = None,
     selection: Selection | None = None,
 ) -> dict[str, Tensor]:
     """Train the head from the newest saved state to the last step.
@@ -193,7 +174,6 @@ def train_head(
         accelerator: Built with ``gradient_accumulation_steps=plan.accumulation``.
         make_log: From the step to resume at to the open log; None on ranks that do not log.
         on_step: Called after each step with the number of steps done, for a progress bar.
-        cache: The trunk's hidden states; None computes them in every step.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
@@ -215,9 +195,8 @@ def train_head(
         plan=plan,
         weight_K=depth_weights(module.num_depths, options.depth_decay),
         batch_fn=batch_fn,
-        cache=cache,
         accelerator=accelerator,
-        head=head,
+        module=module,
         wrapped=wrapped,
         optimizer=optimizer,
         selection=selection,
@@ -373,12 +352,12 @@ def save(run: Training, done: int) -> None:
     """Save the state after ``done`` steps; every process must call it."""
     best = None if run.selection is None else run.selection.best
     writes = run.accelerator.is_main_process
-    save_state(run.state_dir, done, run.head, run.optimizer, best, run.sums.saved(), writes=writes)
+    save_state(run.state_dir, done, run.module.head, run.optimizer, best, run.sums.saved(), writes=writes)
 
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
-    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    figures = selection.measure(run.wrapped, run.module, run.accelerator)
     selection.judge(done, score_of(figures))
     if run.log is not None:
         run.log.log(done, figures)

@@ -19,8 +19,7 @@ from torch import nn
 
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
-from mtp_train.train.head_training import MicroBatch
-from mtp_train.train.hidden_cache import HiddenCache
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.state import Best
 from mtp_train.train.teacher_forced import DenseSums
 
@@ -39,7 +38,6 @@ class Selection:
 
     Args:
         patience: Training ends after so many measures without a better one; None for no limit.
-        cache: The trunk's states of the text; None computes them.
         lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
             depth 1; returns the peak learning rate. None takes the options'.
     """
@@ -47,7 +45,6 @@ class Selection:
     every_steps: int
     patience: int | None
     sequences: Sequence[PackedSequence]
-    cache: HiddenCache | None
     lr_for: Callable[[float], float] | None = None
     best: Best = field(default_factory=Best)
 
@@ -58,8 +55,11 @@ class Selection:
     def is_due(self, done: int, max_steps: int) -> bool:
         return done % self.every_steps == 0 or done == max_steps
 
-    def measure(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
+    def measure(self, wrapped: nn.Module, module: HeadTraining, accelerator: Accelerator) -> dict[str, Any]:
         """Measure the head; every process must call it.
+
+        Args:
+            wrapped: The module as accelerate has wrapped it.
 
         Returns:
             Figures to log, the same on every process. Heads are compared by :func:`score_of` them.
@@ -68,7 +68,7 @@ class Selection:
             TrainingError: The text has no target.
         """
         wrapped.eval()
-        figures = self._sums(wrapped, num_depths, accelerator).figures()
+        figures = self._sums(wrapped, module, accelerator).figures()
         wrapped.train()
         if figures["held_out_tau"] is None:
             raise TrainingError(
@@ -79,14 +79,13 @@ class Selection:
         return broadcast_object_list([figures])[0]
 
     @torch.no_grad()
-    def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
-        device = accelerator.device
+    def _sums(self, wrapped: nn.Module, module: HeadTraining, accelerator: Accelerator) -> DenseSums:
+        device, rank, num_depths = accelerator.device, accelerator.process_index, module.num_depths
         total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, accelerator.num_processes):
-            own = [together[accelerator.process_index]]
-            hidden_BTD = None if self.cache is None else self.cache.rows(own)
-            micro = MicroBatch(collate(own), torch.zeros(num_depths), hidden_BTD)
+            prepared = module.states.prepare([[one] for one in together], rank)
+            micro = MicroBatch(collate([together[rank]]), torch.zeros(num_depths), prepared)
             total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))
         return DenseSums(*accelerator.reduce(total_FK, reduction="sum"))
 

@@ -13,6 +13,8 @@ whole trunk in main memory.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from mtp_train.errors import TrainingError
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.lora import is_lora
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import isolated_hidden
+from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk
+from mtp_train.trunk.states import Forwards, PackedRow, TrunkStates
 from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
 _SHARDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,8 +55,8 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
 
     accelerate's own policies select modules by class, and a head's layer often has the class of the trunk's layers.
     """
-    trunk = module.trunk
-    _make_ready(trunk, accelerator)
+    trunk = module.ends
+    require_plain(trunk)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         _partition(module, accelerator)
         return
@@ -71,7 +74,7 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
     fp32 each takes 4; accelerate before 1.14 gathers it once more in the backward pass, which makes 8. The unit is not
     the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth.
     """
-    whole, kept = list(module.head.parameters()), set(module.trunk.parameters())
+    whole, kept = list(module.head.parameters()), set(module.states.parameters())
     if module.compute_dtype is not torch.float32:
         rounded = nn.Sequential(*_rounded(module.head))
         policy = MixedPrecisionPolicy(module.compute_dtype, torch.float32, cast_forward_inputs=False)
@@ -97,7 +100,7 @@ def _rounded(head: nn.Module) -> list[nn.Module]:
     return [module for name, module in head.named_modules() if is_rounded(name, module)]
 
 
-def _shard_all(trunk: Trunk, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
+def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
     for layer in trunk.layers:
         if isinstance(layer, FSDPModule):
             layer.set_reshard_after_forward(reshard_after_forward)
@@ -118,49 +121,49 @@ def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
 
 def _gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
     """Shard the trunk's layers by torch, gathered in the forward of a module around them, and move the rest."""
-    _make_ready(trunk, accelerator)
+    require_plain(trunk)
     _shard_all(trunk, accelerator, reshard_after_forward=True)
     trunk.to(accelerator.device)
     fully_shard(module, ignored_params=set(module.parameters()))
 
 
-class HiddenInShards(nn.Module):
-    """A trunk in shards that only computes hidden states; the module that shards are gathered in.
+class ShardedStates(TrunkStates):
+    """States of a trunk in shards: every process makes as many passes as the one that needs most."""
 
-    Args:
-        trunk: The trunk, on any device. Its layers are sharded in place, unless they are in shards already; the rest is
-            moved to the accelerator's device.
+    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
+        plans = [super(ShardedStates, self).prepare(shares, one, max_tokens) for one in range(len(shares))]
+        return Forwards(plans[rank].groups, max(len(one.groups) for one in plans))
 
-    Raises:
-        TrainingError: The trunk is quantised.
-    """
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Do nothing: shards are gathered in the dtype that they are held in."""
+        return nullcontext()
 
-    def __init__(self, trunk: Trunk, accelerator: Accelerator) -> None:
-        super().__init__()
-        self.trunk = trunk
-        # Under DeepSpeed too: its engine never releases a module, and these layers have to be released before training.
-        _gather_in(self, trunk, accelerator)
+    def gather_here(self, accelerator: Accelerator) -> None:
+        """Shard the layers in place, unless they are in shards, to gather them in the forward of this module.
 
-    def forward(self, tokens_BT: Tensor, document_BT: Tensor, max_tokens: int) -> Tensor:
-        """Return what ``isolated_hidden`` returns; every process must call it."""
-        return isolated_hidden(self.trunk, tokens_BT, document_BT, max_tokens)
+        For states alone. In training, the layers are gathered in the forward of the module that accelerate wraps. Under
+        DeepSpeed torch shards the layers here: its engine never releases a module, and these are released before
+        training.
+
+        Raises:
+            TrainingError: The trunk is quantised.
+        """
+        _gather_in(self, self.trunk, accelerator)
 
 
-def _make_ready(trunk: Trunk, accelerator: Accelerator) -> None:
+def require_plain(trunk: Ends) -> None:
     packed = [name for name, parameter in trunk.named_parameters() if parameter.dtype not in _SHARDED_DTYPES]
     if packed:
         raise TrainingError(
             f"model.trunk: quantised ({packed[0]} and {len(packed) - 1} more); expected weights that can be cut "
             "anywhere. Launch with ddp.yaml or zero2.yaml, which keep the trunk whole."
         )
-    trunk.in_shards = True
-    trunk.calls_together = functools.partial(most_of_all, device=accelerator.device)
 
 
 def _partition(module: HeadTraining, accelerator: Accelerator) -> None:
     import deepspeed
 
-    trunk, head = module.trunk, module.head
+    trunk, head = module.ends, module.head
     for layer in trunk.layers:
         # Gather each layer as a whole: processes use different experts, but have to gather the same weights.
         fetch_as_a_whole(layer)
@@ -183,12 +186,6 @@ def give_up_shards(trunk: Trunk, accelerator: Accelerator) -> None:
         partition = partition_of(parameter)
         if partition is not None:
             parameter.data = partition.data = parameter.new_empty(0)
-
-
-def most_of_all(count: int, device: torch.device) -> int:
-    most = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.trunk.load import Trunk, draft_logits
+from mtp_train.trunk.ends import Ends, draft_logits
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class DenseSums(NamedTuple):
 
 
 def target_figures(
-    rows: AlignedRows, trunk: Trunk, head: MtpHead, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
+    rows: AlignedRows, ends: Ends, head: MtpHead, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
 ) -> TargetFigures:
     """Return the figures of all target rows. Only p and q of one chunk of rows are held at a time.
 
     Args:
-        trunk: Its output matrix gives p, and q if the head has none of its own.
+        ends: Their output matrix gives p, and q if the head has none of its own.
         temperature: Divisor of the logits of p and q, above 0.
         draft_vocab_R: int, the tokens that the head may draft; q is 0 elsewhere. None for all.
     """
@@ -88,11 +88,11 @@ def target_figures(
     agreed_KN = torch.zeros_like(valid_KN)
     overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
-    logits = draft_logits(trunk, draft_vocab_R, rows.teacher_ND.dtype)
+    logits = draft_logits(ends, draft_vocab_R, rows.teacher_ND.dtype)
     # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
-    num_rows = chunk_rows(len(trunk.lm_head_VD), gpu_bytes_of(valid_KN.device))
+    num_rows = chunk_rows(len(ends.lm_head_VD), gpu_bytes_of(valid_KN.device))
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):
-        p_CV = _softmax(trunk.project(rows.teacher_ND[chunk]), temperature)
+        p_CV = _softmax(ends.project(rows.teacher_ND[chunk]), temperature)
         entropy_N[chunk] = entropy(p_CV)
         for depth in range(len(valid_KN)):
             # The output matrix multiplies the trunk's states in their dtype: convert the head's to it.
@@ -103,10 +103,10 @@ def target_figures(
     return TargetFigures(agreed_KN, overlap_KN, entropy_N)
 
 
-def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
+def dense_sums(rows: AlignedRows, ends: Ends, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
     """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head, draft_vocab_R=draft_vocab_R)
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, ends, head, draft_vocab_R=draft_vocab_R)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(
@@ -127,7 +127,7 @@ def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
 
 
 @contextmanager
-def many_rows(trunk: Trunk, head: MtpHead) -> Iterator[MtpHead]:
+def many_rows(trunk: Ends, head: MtpHead) -> Iterator[MtpHead]:
     """Run a trunk over many rows in the faster precision, and yield the head to run with it.
 
     Where the device is slow in the dtype in which they are held, the trunk computes in fp32 and the head is a copy in

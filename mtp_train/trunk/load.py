@@ -1,8 +1,8 @@
-"""Load the frozen trunk, and compute the states and logits that a head needs.
+"""Load the frozen trunk, and compute hidden states at the place where the head reads them.
 
 :func:`load_trunk` loads a checkpoint, with an adapter put on by peft (:func:`put_on`) or packed by bitsandbytes where
-the recipe asks for it; :func:`empty_trunk` builds the model on the meta device. :class:`Trunk` wraps transformers'
-model: hidden states at the place where the head reads them, embeddings and logits.
+the recipe asks for it; :func:`load_ends` loads it without its layers, and :func:`empty_trunk` builds the model on the
+meta device.
 
 Shapes: B rows, T tokens, D hidden, V vocabulary.
 """
@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
-from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.adapter import (
+    Adapter,
+    merge_command,
+    plan_merge,
+    read_adapter,
+    refuse_embedded_adapter,
+)
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
+    QUANTISATION,
     SCALE_SUFFIXES,
     method_of,
     packed_keys,
@@ -35,21 +43,22 @@ from mtp_train.checkpoints.quantised import (
     quant_settings,
     require_whole_blocks,
 )
-from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
-from mtp_train.families import Convention, Family
+from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.errors import CheckpointError, one_line
+from mtp_train.families import Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
-from mtp_train.heads.module import OutputRows
-from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
+from mtp_train.trunk.ends import Ends
+from mtp_train.trunk.precision import HALF_DTYPES
 from mtp_train.trunk.quantise import Quantization, avoid_cpu_kernel, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
     CACHE,
     AutoHfQuantizer,
-    kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
+    replacing,
     without_packed_rows,
 )
 
@@ -101,8 +110,8 @@ def put_on(model: Any, adapter: Path) -> Any:
     return wrapped
 
 
-class Trunk(nn.Module):
-    """The decoder whose tokens are the output, with its hidden states accessible to the head.
+class Trunk(Ends):
+    """A whole trunk: the ends, and the layers whose hidden states the head reads.
 
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
@@ -112,53 +121,16 @@ class Trunk(nn.Module):
     """
 
     def __init__(self, model: Any, family: Family, *, is_view: bool = False) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.family = family
-        self.calls_together: Callable[[int], int] = int
-        """From the number of forwards that this process needs to the number that it must make. Where the trunk is
-        sharded, every process takes part in each forward of the others.
-        """
-        self.in_shards = False
-        """Whether each process holds a part of the layers' weights."""
+        super().__init__(model, family, is_view=is_view)
         self.offloaded = False
         """Whether the layers' weights are in main memory between forwards, see :meth:`offload_layers`."""
-
-        # The c of "c tanh(logits / c)"; Gemma has one.
-        self._logit_bound = self.config.to_dict().get("final_logit_softcapping")
-        self._fp32_lm_head = any("lm_head" in name for name in kept_in_fp32(self.causal_lm))
-        self.shown_layers: tuple[int, ...] = ()
-        """See :meth:`show_layers`."""
         self._of_layers: dict[int, Tensor] = {}
-        self._last_width = family.state_width(self.config)
         self._before_norm: Tensor | None = None
-        self._is_view = is_view
         self._hooks: list[RemovableHandle] = []
         if not is_view:
             self.listen()
             family.trunk.prepare(self.decoder)
             choose_kernels(sys.modules[type(self.decoder).__module__], family.trunk.recurrent)
-        self._logit_divisor = family.divisor(self.config)
-        self._real_vocab = None if family.trunk.real_vocab is None else self.config.to_dict()[family.trunk.real_vocab]
-
-    @property
-    def causal_lm(self) -> Any:
-        """transformers' model, without peft's wrapper."""
-        return self.model.base_model.model if hasattr(self.model, "peft_config") else self.model
-
-    @property
-    def decoder(self) -> Any:
-        """The language model without its lm_head."""
-        return self.causal_lm.get_decoder()
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.decoder.layers
-
-    def drop_layers(self) -> None:
-        """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
-        self.decoder.layers = nn.ModuleList()
-        self.offloaded = False
 
     def offload_layers(self, device: torch.device) -> None:
         """Move the trunk to a device that cannot hold it: its layers stay in main memory, and each is loaded to run.
@@ -167,8 +139,7 @@ class Trunk(nn.Module):
         """
         from accelerate import cpu_offload
 
-        layers = self.layers
-        self.drop_layers()
+        layers, self.decoder.layers = self.layers, nn.ModuleList()
         self.to(device)
         self.decoder.layers = layers
         for layer in layers:
@@ -176,32 +147,10 @@ class Trunk(nn.Module):
             cpu_offload(layer, execution_device=device, preload_module_classes=[type(layer).__name__])
         self.offloaded = True
 
-    def computing_in(self, dtype: torch.dtype, scratch: Scratch | None = None) -> AbstractContextManager[None]:
-        """Make the trunk multiply in a dtype and return it inside this context, whatever dtype it is held in.
-
-        The same trunk loaded in that dtype gives equal results. Weights of that dtype and packed weights stay
-        unchanged, and so does a trunk in shards, which are gathered in the dtype that they are held in. Weights that
-        are read outside of their module's forward (``lm_head_VD``) keep their dtype.
-
-        Args:
-            scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
-        """
-        return nullcontext() if self.in_shards else computing_in(self.causal_lm, set(self.layers), dtype, scratch)
-
     def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
         # Between forwards, the parameters of offloaded layers have no data to move or cast. The other parts are on the
         # device already.
         return self if self.offloaded else super()._apply(fn, recurse)
-
-    @property
-    def _final_norm(self) -> nn.Module:
-        name = self.family.trunk.final_norm
-        return nn.Identity() if name is None else self.decoder.get_submodule(name)
-
-    @property
-    def _mixer(self) -> nn.Module | None:
-        streams = self.family.trunk.streams
-        return None if streams is None else self.decoder.get_submodule(streams.trunk_mixer)
 
     def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
         (state,) = inputs
@@ -222,23 +171,10 @@ class Trunk(nn.Module):
         self._before_norm = None
         self._of_layers.clear()
 
-    def _call(self, part: Any, given: Tensor) -> Tensor:
-        # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
-        return part.forward(given) if self._is_view else part(given)
-
     def show_layers(self, layers: tuple[int, ...]) -> None:
-        """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
-
-        There is no way back: heads that do not read these states ignore them.
-        """
         if not layers or layers == self.shown_layers:
             return
-        if self.shown_layers:
-            raise UnsupportedModelError(
-                f"trunk: a head reads the states before layers {layers}, another before layers {self.shown_layers}; "
-                "expected heads that read the same layers. Measure them one by one."
-            )
-        self.shown_layers = layers
+        super().show_layers(layers)
         for index in set(layers):
             hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
             self._hooks.append(hook)
@@ -259,30 +195,6 @@ class Trunk(nn.Module):
             state = torch.cat([state, *shown], dim=-1)
             self._of_layers.clear()
         return state
-
-    @property
-    def state_width(self) -> int:
-        """The width D of the result of :meth:`hidden`."""
-        return self._last_width + len(self.shown_layers) * int(self.config.hidden_size)
-
-    @property
-    def config(self) -> PretrainedConfig:
-        return self.causal_lm.config.get_text_config()
-
-    @property
-    def lm_head_VD(self) -> Tensor:
-        """The output matrix, shape (V, D), without padding rows."""
-        weight: Tensor = self.causal_lm.get_output_embeddings().weight
-        return weight if self._real_vocab is None else weight[: self._real_vocab]
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype of the output matrix, as messages and reports name it: ``bfloat16``."""
-        return str(self.lm_head_VD.dtype).removeprefix("torch.")
-
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return the input embedding of tokens, shape (B, T, D)."""
-        return self._call(self.causal_lm.get_input_embeddings(), tokens_BT)
 
     @without_cudnn_attention()
     @without_packed_rows()
@@ -314,60 +226,6 @@ class Trunk(nn.Module):
                 **{CACHE: cache},
             )
         return self.last_state(output)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Return the input of the lm_head for hidden states of any leading shape."""
-        state = self._after_norm(hidden)
-        return state if self._logit_divisor is None else state / self._logit_divisor
-
-    def _after_norm(self, hidden: Tensor) -> Tensor:
-        hidden = hidden[..., : self._last_width]
-        streams = self.family.trunk.streams
-        if streams is not None:
-            rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
-            joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
-            mixed = self._call(self._mixer, joined)
-            hidden = mixed.reshape(*hidden.shape[:-1], -1)
-        return self._call(self._final_norm, hidden) if self.family.reads_before_norm else hidden
-
-    def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
-        """Return the states that a head wired by ``convention`` reads, from hidden states of :meth:`hidden`."""
-        if convention.hidden == "after_final_norm":
-            return self._after_norm(hidden)
-        if convention.hidden == "before_final_norm":
-            return hidden[..., : self._last_width]
-        # The states of :meth:`show_layers`.
-        return hidden[..., self._last_width :]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.project(self.normed(hidden))
-
-    def project(self, state: Tensor) -> Tensor:
-        """Return the logits of states after the norm: a head's states, or the result of :meth:`normed`."""
-        # As a matrix of rows: of a part of longer rows, such as the last token of a prompt, torch makes one product per
-        # row, each with a copy of the whole matrix.
-        rows = (state.float() if self._fp32_lm_head else state).reshape(-1, state.shape[-1])
-        logits: Tensor = self.causal_lm.lm_head(rows)[:, : self._real_vocab]
-        logits = logits.reshape(*state.shape[:-1], logits.shape[-1])
-        bound = self._logit_bound
-        return logits if bound is None else bound * torch.tanh(logits / bound)
-
-
-def draft_logits(trunk: Trunk, token_ids_R: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return the function from a head's states in a dtype to logits, of some tokens alone; None for all tokens."""
-    if token_ids_R is None:
-        return trunk.project
-    weight_VD = trunk.lm_head_VD
-    return OutputRows(weight_VD[token_ids_R.to(weight_VD.device)].to(dtype), token_ids_R, len(weight_VD))
-
-
-def non_finite_error(source: str, trunk: Trunk, num_tokens: int) -> CheckpointError:
-    """Return the error for logits that are NaN or infinite, of the trunk or a drafter, after so many tokens."""
-    return CheckpointError(
-        f"{source}: its logits after {num_tokens} tokens are NaN or infinite ({trunk.dtype_name}); expected finite "
-        "logits. Load the model in a dtype of larger range; if that does not help, restore its weights: mtp-train "
-        "inspect names those that are not finite."
-    )
 
 
 def _trunk_class(family: Family) -> Any:
@@ -515,3 +373,63 @@ def load_trunk(
     model.requires_grad_(False)
     is_placed = quantization is not None or on_layer is not None
     return Trunk(model if is_placed else model.to(device), family).eval()
+
+
+def load_ends(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    adapter: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Ends:
+    """Load embedding, final norm and lm_head of a trunk, frozen and in eval mode; no tensor of a layer is read.
+
+    Args:
+        adapter: A peft adapter directory, of which what changes the ends is merged.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape than by the config; or the lm_head is packed.
+    """
+    family, path = checkpoint.family, checkpoint.path
+    layout = layout_of(checkpoint)
+    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        # What is read here is not packed, and the method may need a package or a device that is absent.
+        if hasattr(part, QUANTISATION):
+            delattr(part, QUANTISATION)
+    of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
+    changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
+    state = {
+        key: changed[key].load() if key in changed else checkpoint.read(key)
+        for key in checkpoint.tensors
+        if not of_layer.match(key) and not layout.is_head_key(key)
+    }
+    if packed := [key for key in packed_keys(checkpoint.tensors) if key in state]:
+        raise CheckpointError(
+            f"{path}: {packed[0]} is packed; expected a plain embedding and lm_head. Use a quantised checkpoint that "
+            "keeps them, as most do."
+        )
+    whole: Any = type(empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm)
+    with quiet_loading(), replacing(whole, __init__=_initialised_without_layers(whole.__init__)):
+        model, info = whole.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    _require_all_loaded(path, info)
+    return Ends(model.requires_grad_(False).to(device), family).eval()
+
+
+def _initialised_without_layers(initialise: Callable[..., None]) -> Callable[..., None]:
+    def without_layers(self: Any, *args: Any, **named: Any) -> None:
+        initialise(self, *args, **named)
+        self.get_decoder().layers = nn.ModuleList()
+
+    return without_layers
+
+
+def _changed_ends(checkpoint: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, PendingTensor]:
+    """Return the merged tensors of an adapter that changes more than layers; empty for the others."""
+    names = [*adapter.replacements, *(pair.module for pair in adapter.pairs)]
+    if all(re.search(r"\blayers\.\d", name) for name in names):
+        return {}
+    return plan_merge(checkpoint, layout, adapter).tensors

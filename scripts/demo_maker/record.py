@@ -31,7 +31,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import evaluation_settings, measure
 from mtp_train.runs.regeneration import data_stage
-from mtp_train.runs.run import Run, RunTrunk
+from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
@@ -95,19 +95,16 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
 
 
 def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
-    loaded = RunTrunk(run)
-    loaded.load(decodes=True)
+    run.decoding_trunk()
     run.claim()
-    documents, setting = _documents(arm, run, loaded, recording), greedy(run.recipe.draft_depth)
+    documents, setting = _documents(arm, run, recording), greedy(run.recipe.draft_depth)
     drafting: Drafting = TableDrafting(make_table(documents))
     if arm != TABLE:
-        loaded.prepare_training()
-        train_stage(run, loaded.trunk, documents)
-        loaded.prepare_decoding()
-        plan, dtype = load_artifact(run.directory.path / "head"), loaded.trunk.lm_head_VD.dtype
+        train_stage(run, documents)
+        plan, dtype = load_artifact(run.directory.path / "head"), run.decoding_trunk().lm_head_VD.dtype
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=dtype).eval()
         drafting = HeadDrafting(head)
-    trunk = loaded.trunk
+    trunk = run.decoding_trunk()
     _, drafted = measure(run, trunk, {arm: drafting}, [(arm, setting)])
     result = make_cell(drafted, setting).result
     # A table has no distribution to measure the entropy of the text with, which is the other arms'.
@@ -121,10 +118,10 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
     return {**asdict(result), **no_speed, **own}, {**told, "data": DATA[arm], **facts}
 
 
-def _documents(arm: str, run: Run, trunk: RunTrunk, recording: Recording) -> Sequence[Document]:
+def _documents(arm: str, run: Run, recording: Recording) -> Sequence[Document]:
     if arm != CONTROL:
         if recording.answers is None:
-            recording.answers = data_stage(run, trunk)
+            recording.answers = data_stage(run)
         return recording.answers
     records = [
         Record(f"code#{number}", file.top, PlainText(file.text[:CONTROL_CHARS]))

@@ -110,8 +110,8 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
         dtypes.append(decoder.trunk.dtype_name)
         return generate(decoder, *rest)
 
-    def stopped(_run: Any, trunk: Trunk, *_rest: Any, **_settings: Any) -> None:
-        dtypes.append(trunk.dtype_name)
+    def stopped(run: Any, *_rest: Any, **_settings: Any) -> None:
+        dtypes.append(run.states([]).ends.dtype_name)
         os.kill(os.getpid(), signal.SIGTERM)
 
     loads: list[torch.dtype] = []
@@ -120,8 +120,8 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
         loads.append(dtype)
         return load_trunk(*args, dtype=dtype, **settings)
 
-    monkeypatch.setattr("mtp_train.runs.run.load_trunk", counted)
-    monkeypatch.setattr("mtp_train.runs.run.slow_halves", lambda *_: slow)
+    monkeypatch.setattr("mtp_train.runs.trunks.load_trunk", counted)
+    monkeypatch.setattr("mtp_train.runs.trunks.slow_halves", lambda *_: slow)
     monkeypatch.setattr(SpeculativeDecoder, "generate", recorded)
     monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", stopped)
     # The demo is stored in bf16. Without a gate nothing else is decoded before training.

@@ -76,7 +76,7 @@ INTERRUPTIONS = (
         "ZeroDivisionError: by zero",
     ),
     Interruption(
-        *("mtp_train.train.packed_rows.isolated_hidden", 1, OUT_OF_MEMORY, 2, "out_of_memory", "train"),
+        *("mtp_train.trunk.states.isolated_hidden", 1, OUT_OF_MEMORY, 2, "out_of_memory", "train"),
         r"stage 'train': .*gradient_checkpointing: true",
     ),
     stopped("mtp_train.runs.pipeline.evaluate_run", 1, signal.SIGINT, "evaluate"),

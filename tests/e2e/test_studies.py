@@ -16,6 +16,7 @@ from drafting_server import DraftingServer
 from launching import ROOT, metrics, outcome
 from mtp_train import check
 from mtp_train.checkpoints.suggestions import evaluate_command
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.cli.main import main
 from mtp_train.evaluation import run as evaluation
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
@@ -24,7 +25,6 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import decode, pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document, tiny_recipe
 

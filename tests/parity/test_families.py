@@ -38,15 +38,15 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.display import quiet_progress
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.states import Segment, TrunkStates, isolated_hidden, segments
 from mtp_train.trunk.whole import diagnose_trunk
 from mtp_train.upstream.transformers_private import CACHE, kept_in_fp32
 from plain_decoding import plain_greedy
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts
-from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, rows_on, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
@@ -405,7 +405,7 @@ def batch() -> PackedBatch:
 
 def module_of(built: Built, head: MtpHead | None = None, **options: Any) -> HeadTraining:
     head = copy.deepcopy(built.head) if head is None else head
-    return HeadTraining(built.trunk, head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, **options)
+    return HeadTraining(TrunkStates(built.trunk), head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, **options)
 
 
 def gradient_of(module: HeadTraining) -> dict[str, Tensor]:
@@ -457,7 +457,7 @@ def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> 
 @torch.no_grad()
 def drafted(module: HeadTraining) -> Tensor:
     """Return the head's states of every depth."""
-    return aligned_rows(module.eval().trunk, module.head, batch(), NUM_DEPTHS).student_KND
+    return rows_on(module.eval().trunk, module.head, batch(), NUM_DEPTHS).student_KND
 
 
 # Export and decoding

@@ -55,7 +55,7 @@ def test_a_training_step_waits_for_the_device_once(found: dict[str, Any]) -> Non
     waits, once = found["waits"], ["loop.gather: tolist"]
     assert waits["with the trunk"] == waits["with states"] == waits["with experts"] == [once]
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
-    looked = ["packed_rows.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
+    looked = ["states.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
     assert waits["unknown"] == [[*looked, *looked, *once]]
     assert [set(places) for places in waits["in order"]] == [{"head_training.<lambda>: _to_copy", *once}]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from byte_tokenizer import byte_tokenizer
+from mtp_train.checkpoints.tokenizer import render_chat
 from mtp_train.errors import DataError
-from mtp_train.trunk.tokenizer import render_chat
 
 MESSAGES = [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]
 

@@ -50,7 +50,7 @@ def test_verbose_shows_where_an_error_came_from_and_quiet_no_progress(
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     assert main(["inspect", "nowhere", "-v"]) == 2
     assert "Traceback" in capfd.readouterr().err
-    monkeypatch.setattr("mtp_train.trunk.progress.LINE_SECONDS", -1.0)
+    monkeypatch.setattr("mtp_train.progress.LINE_SECONDS", -1.0)
     for quiet in ([], ["-q"]):
         assert main(["inspect", str(inputs / "base"), *quiet]) == 0
         printed = capfd.readouterr()

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
+from mtp_train.checkpoints.tokenizer import render_chat, require_variables, template_variables
 from mtp_train.data import tokenize
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import build_prompts, template_notes, tokenize_records
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.trunk.tokenizer import render_chat, require_variables, template_variables
 
 THINKS = (
     "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.train.packed_rows import AlignedRows, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows
 from mtp_train.train.teacher_forced import dense_sums
 from summed_metrics import DenseMetrics, dense_metrics, metrics_of, ratios_of
-from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, VOCAB_SIZE, rows_on, tiny_head, tiny_trunk
 
 A = [0.7, 0.1, 0.1, 0.1]
 B = [0.1, 0.7, 0.1, 0.1]
@@ -109,7 +109,7 @@ def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(pro
     length = prompt_length + answer
     document = Document(tuple(range(1, 1 + length)), tuple(i >= prompt_length for i in range(length)), "g", "d")
     batch = collate(pack_documents([document], 16, pack=True, seed=0, epoch=0))
-    found = aligned_rows(trunk, tiny_head(trunk), batch, num_depths)
+    found = rows_on(trunk, tiny_head(trunk), batch, num_depths)
     right = found._replace(student_KND=found.teacher_ND.expand_as(found.student_KND).clone())
     head: Any = SharedOutput()
     sums = dense_sums(right, trunk, head)

@@ -19,6 +19,7 @@ from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.plan import converted_head_bytes, passing_expert_bytes
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
+from mtp_train.trunk.states import TrunkStates
 from peak_memory import PeakMemory
 from runs import tiny_recipe
 from tiny import family_of, tiny_head, tiny_trunk
@@ -42,7 +43,7 @@ class Step:
         if used.head.lora is not None:
             put_on_lora(head, used.head.lora, seed=0)
         self.module = HeadTraining(
-            trunk,
+            TrunkStates(trunk),
             head,
             num_depths=used.head.num_depths,
             kind="kl",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,20 +21,22 @@ from mtp_train.checkpoints.identity import Contents, checkpoint_files, hash_inpu
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.runs import training
+from mtp_train.recipe.sections import HiddenCacheSpec
+from mtp_train.runs import trunks
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train import hidden_cache
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
-from mtp_train.train.packed_rows import isolated_hidden
+from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
+from mtp_train.train.shard import ShardedStates
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates, isolated_hidden
 from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 CPU = torch.device("cpu")
 SEQ_LEN = 24
+OPTIONS: dict[str, Any] = {"num_depths": 2, "kind": "kl", "temperature": 1.0}
 LENGTHS = (5, 24, 9, 3, 17, 11, 2, 8)
 
 
@@ -51,17 +52,17 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(trunk: Trunk, directory: Path, world: int = 1) -> tuple[HiddenCache, list[int]]:
     """Build a cache with each rank in turn; return it and the number of turns each was told of."""
-    hidden_fn = partial(isolated_hidden, trunk)
-    cache = HiddenCache(directory, documents(), one_state(hidden_fn, CPU))
-    return cache, build(hidden_fn, cache, world)
+    cache = HiddenCache(directory, documents(), width=trunk.state_width, dtype=torch.float32)
+    return cache, build(TrunkStates(trunk), cache, world)
 
 
-def build(hidden_fn: HiddenFn, cache: HiddenCache, world: int) -> list[int]:
+def build(states: TrunkStates, cache: HiddenCache, world: int) -> list[int]:
     """Write what is missing with each rank in turn; return the number of turns each was told of."""
-    told: list[int] = []
+    told, missing = list[int](), cache.missing()
     for rank in range(world):
         cache.build(
-            hidden_fn,
+            states,
+            missing,
             device=CPU,
             max_tokens=2 * SEQ_LEN,
             rank=rank,
@@ -110,9 +111,9 @@ def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, m
     _, told = built(trunk, tmp_path)
     assert lost.read_bytes() == whole
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    # One row for the width of the states, then the rows of the shard.
-    assert sum(rows) == 1 + 2
-    assert told == [1, 2, 3, 4]
+    # Those of the missing shard.
+    assert sum(rows) == 2
+    assert told == [1]
 
 
 def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) -> None:
@@ -120,14 +121,11 @@ def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) ->
     trunk = tiny_trunk("qwen3_5")
     cache, _ = built(trunk, tmp_path)
     (tmp_path / "states-00000.safetensors").unlink()
-    read: list[int] = []
-
-    def counted(tokens_1S: Tensor, document_1S: Tensor, max_tokens: int) -> Tensor:
-        read.append(int((document_1S != PADDING_DOCUMENT).sum()))
-        return isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
-
-    build(counted, cache, world=2)
-    assert read == [sum(LENGTHS[:2]), 0, 0, 0]
+    passes: list[int] = []
+    trunk.decoder.register_forward_hook(lambda _decoder, _inputs, output: passes.append(output[0][..., 0].numel()))
+    build(ShardedStates(trunk), cache, world=2)
+    # 24 and 5 tokens in a pass of two rows, and the other process's idle pass.
+    assert passes == [2 * 24, 1]
 
 
 def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +147,14 @@ def test_the_loss_is_that_of_the_trunk_itself(family_name: str, tmp_path: Path) 
     cache, _ = built(trunk, tmp_path)
     sequences = packed()[:2]
     batch = collate(sequences)
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
+    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), **OPTIONS)
     expected = module(MicroBatch(batch, torch.ones(2)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trunk, "hidden", None)
-        found, other = (
-            module(MicroBatch(batch, torch.ones(2), cache.rows(some))) for some in (sequences, packed()[1:3])
-        )
+    trunk.decoder.layers = torch.nn.ModuleList()
+    cached = HeadTraining(CachedStates(trunk, cache), module.head, **OPTIONS)
+    found, other = (
+        cached(MicroBatch(batch, torch.ones(2), cached.states.prepare([some], 0)))
+        for some in (sequences, packed()[1:3])
+    )
     torch.testing.assert_close(found, expected)
     assert (other.total - expected.total).abs() > 1e-2
 
@@ -178,11 +177,10 @@ def contents_of(path: Path) -> Contents:
 
 def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    state = torch.zeros(1, 1, 32)
 
-    def name(*settings: str | None, **changes: Any) -> str:
-        given = {"trunk": contents_of(finetune), "adapter": None, "documents": documents(), "state": state, **changes}
-        return cache_digest(*given.values(), *(settings or ("fp32", None)))
+    def name(*settings: str | None, dtype: torch.dtype = torch.float32, width: int = 32, **changes: Any) -> str:
+        given = {"trunk": contents_of(finetune), "adapter": None, "documents": documents(), **changes}
+        return cache_digest(*given.values(), *(settings or ("fp32", None)), dtype=dtype, width=width)
 
     names = [
         name(),
@@ -191,7 +189,8 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
         name(documents=documents(seed=4)),
         name(documents=documents()[::-1]),
         name(documents=joined(documents())),
-        name(state=state.bfloat16()),
+        name(dtype=torch.bfloat16),
+        name(width=64),
         name("bf16", None),
         name("fp32", "8bit"),
     ]
@@ -199,32 +198,28 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
 
 
 def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
-    """In one directory: what a run passes to the name. States of all these have the same shape and dtype."""
+    """In one directory: what a run passes to the name."""
+    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
 
     def directory_of(
         adapter: Contents | None = None,
         trunk: str = "a",
         seed: int = 3,
-        held: torch.dtype = torch.float32,
+        layers: tuple[int, ...] = (),
         **fields: Any,
     ) -> str:
-        shared = {"directory": str(tmp_path / "shared")}
-        recipe = tiny_recipe(tmp_path, tmp_path / "run", **{"train__hidden_cache": shared, **fields})
+        shared = HiddenCacheSpec(directory=str(tmp_path / "shared"))
+        recipe = tiny_recipe(tmp_path, tmp_path / "run", **fields)
         run: Any = SimpleNamespace(
             recipe=recipe,
             inputs=SimpleNamespace(
                 contents={TRUNK: {"model.safetensors": trunk}, ADAPTER: adapter or {}},
                 adapter=None if adapter is None else tmp_path,
+                finetune=open_checkpoint(finetune),
             ),
             accelerator=Accelerator(cpu=True),
-            progress=Progress(disable=True),
-            plan=SimpleNamespace(micro_batch_tokens=2 * SEQ_LEN),
         )
-        model = tiny_trunk("qwen3_5")
-        model.causal_lm.to(held)
-        module = HeadTraining(model, tiny_head(model), num_depths=2, kind="kl", temperature=1.0)
-        cache = training.hidden_cache(run, module, documents((5, 3), seed=seed))
-        assert cache is not None
+        cache = trunks.cache_of(run, shared, documents((5, 3), seed=seed), layers)
         assert cache.directory.parent == tmp_path / "shared"
         return cache.directory.name
 
@@ -235,10 +230,13 @@ def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
         directory_of({"adapter_model.safetensors": "b"}),
         directory_of(seed=4),
         # Rounded weights that multiply in fp32.
-        directory_of(held=torch.bfloat16),
+        directory_of(model__dtype="bfloat16"),
         directory_of(train__precision="bf16"),
         directory_of(model__quantization="8bit"),
         directory_of(model__quantization="4bit"),
+        # Other states of the same width.
+        directory_of(layers=(0, 1)),
+        directory_of(layers=(0, 2)),
     ]
     assert len(set(names)) == len(names)
     assert directory_of(head__num_depths=1, objective__loss="ce") == names[0]
@@ -247,8 +245,7 @@ def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
 def test_too_large_a_cache_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, state = tmp_path / "new" / "cache", torch.zeros(1, 1, 32, dtype=torch.bfloat16)
-    cache = HiddenCache(directory, documents((10,)), state)
+    cache = HiddenCache(tmp_path / "new" / "cache", documents((10,)), width=32, dtype=torch.bfloat16)
 
     class Full:
         free = 639

@@ -59,9 +59,8 @@ def test_a_head_learns_by_it(brier: str) -> None:
     wrapped.train()
     totals = []
     for _ in range(12):
-        given = micro_batches(
-            sequences, plan, depth_weights(used.head.num_depths, used.objective.depth_decay), accelerator
-        )
+        weight_K = depth_weights(used.head.num_depths, used.objective.depth_decay)
+        given = micro_batches(sequences, plan, weight_K, accelerator, module.states)
         (sums_K, *_), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]

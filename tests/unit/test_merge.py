@@ -28,11 +28,11 @@ from checkpoints import (
 )
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
-from mtp_train.trunk.tokenizer import load_tokenizer
 from runs import BYTE_VOCAB_SIZE, document, paste, tree
 from runs import refusal as refusal_of
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk

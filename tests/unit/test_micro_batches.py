@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, sequences_of, training_module, weights_of
 
 from mtp_train.data.pack import PackedSequence, count_targets, global_batches
@@ -17,8 +16,10 @@ from mtp_train.losses.chunked import depth_weights
 from mtp_train.runs.settings import plan_of
 from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.loop import micro_batches
-from mtp_train.train.packed_rows import Forwards, aligned_rows, isolated_hidden
 from mtp_train.train.plan import Plan
+from mtp_train.train.shard import ShardedStates
+from mtp_train.trunk.states import Forwards, TrunkStates
+from tiny import rows_on, tiny_trunk
 
 
 def batches(plan: Plan) -> Any:
@@ -34,9 +35,9 @@ def batches(plan: Plan) -> Any:
 def prepared_by(rank: int, world: int, sequences: list[PackedSequence], *, in_shards: bool = False) -> list[MicroBatch]:
     """Return a process's micro-batches of one sequence each."""
     used = recipe(train__micro_batch_sequences=1)
-    kind = DistributedType.FSDP if in_shards else DistributedType.MULTI_CPU
-    accelerator: Any = SimpleNamespace(process_index=rank, distributed_type=kind, device=torch.device("cpu"))
-    return list(micro_batches(sequences, plan_of(used, world), weights_of(used), accelerator))
+    accelerator: Any = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+    states = (ShardedStates if in_shards else TrunkStates)(tiny_trunk("qwen3_5"))
+    return list(micro_batches(sequences, plan_of(used, world), weights_of(used), accelerator, states))
 
 
 def four_sequences() -> list[PackedSequence]:
@@ -62,14 +63,11 @@ def test_the_micro_batches_of_all_processes_are_the_step(world: int) -> None:
 def test_what_the_host_knows_is_what_the_device_would_find() -> None:
     module = training_module()
     for one in prepared_by(0, 1, four_sequences()):
-        rows = aligned_rows(module.trunk, module.head, one.batch, NUM_DEPTHS)
+        rows = rows_on(module.ends, module.head, one.batch, NUM_DEPTHS)
         assert one.used_N is not None
         assert torch.equal(one.used_N, rows.valid_KN.any(dim=0).nonzero().squeeze(1))
-        assert one.forwards is not None
-        hidden = [
-            isolated_hidden(module.trunk, one.batch.tokens_BT, one.batch.document_BT, forwards=forwards)
-            for forwards in (one.forwards, None)
-        ]
+        assert one.prepared is not None
+        hidden = [module.states(one.batch.tokens_BT, one.batch.document_BT, given) for given in (one.prepared, None)]
         assert torch.equal(*hidden)
         known, looked_for = (module(given) for given in (one, MicroBatch(one.batch, one.scale_K)))
         assert all(torch.equal(*pair) for pair in zip(known, looked_for, strict=True))
@@ -78,7 +76,7 @@ def test_what_the_host_knows_is_what_the_device_would_find() -> None:
 
 
 def passes(made: list[MicroBatch]) -> list[Forwards]:
-    return [one.forwards for one in made if one.forwards is not None]
+    return [one.prepared for one in made if isinstance(one.prepared, Forwards)]
 
 
 def test_processes_that_share_a_trunk_make_as_many_passes_each() -> None:

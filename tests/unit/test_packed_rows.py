@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden
+from mtp_train.trunk.states import Segment, group_by_length, isolated_hidden
 from tiny import VOCAB_SIZE, tiny_trunk
 
 P = PADDING_DOCUMENT

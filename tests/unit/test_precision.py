@@ -18,6 +18,7 @@ from mtp_train.data.pack import PackedBatch
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import held_dtype, resolve_precision, slow_halves
+from mtp_train.trunk.states import TrunkStates
 from products import Products
 from runs import tiny_recipe, write_inputs
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
@@ -139,7 +140,12 @@ def one_step(name: str, held: torch.dtype, computed: torch.dtype) -> tuple[set[t
     # fp32 weights with the values that bf16 has: what differs is the products alone.
     trunk = tiny_trunk(name).to(torch.bfloat16).to(held)
     module = HeadTraining(
-        trunk, tiny_head(trunk).float(), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, compute_dtype=computed
+        TrunkStates(trunk),
+        tiny_head(trunk).float(),
+        num_depths=NUM_DEPTHS,
+        kind="kl",
+        temperature=1.0,
+        compute_dtype=computed,
     ).train()
     zeros_BT = torch.zeros_like(TOKENS_BT)
     positions_BT = torch.arange(TOKENS_BT.shape[1])[None]

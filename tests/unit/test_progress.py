@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mtp_train.trunk.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
+from mtp_train.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
 
 
 class Hand:

@@ -95,7 +95,7 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
             "mtp_train.recipe.loading",
             "mtp_train",
             "mtp_inference",
-            "mtp_train.trunk.progress",
+            "mtp_train.progress",
             "mtp_train.train.stopping",
             "mtp_train.errors",
         }, path.name

@@ -20,6 +20,7 @@ from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable, trunk_bytes
+from mtp_train.trunk.states import TrunkStates
 from planted_faults import sees_one_later_token
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import assert_same, num_terms
@@ -189,7 +190,12 @@ def test_packing_documents_changes_no_gradient(
     for sequences, count in ((sequences_of(documents, pack=True), 2), (sequences_of(documents, pack=False), 3)):
         assert len(sequences) == count
         module = HeadTraining(
-            trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, compute_dtype=precision
+            TrunkStates(trunk),
+            tiny_head(trunk),
+            num_depths=NUM_DEPTHS,
+            kind="kl",
+            temperature=1.0,
+            compute_dtype=precision,
         )
         used = recipe(train__tokens_per_step=count * 16, train__micro_batch_sequences=count)
         found.append(one_step(module, sequences, used)[0])

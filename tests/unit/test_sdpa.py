@@ -21,6 +21,7 @@ from mtp_train.heads.alignment import prefix_mask, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import rounding
 
@@ -47,7 +48,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 def train_a_step(family_name: str) -> None:
     """Run a step whose backward pass runs the head's forward again."""
     trunk = tiny_trunk(family_name)
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0, recompute=True).train()
+    module = HeadTraining(
+        TrunkStates(trunk), tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0, recompute=True
+    ).train()
     tokens_BT = torch.randint(VOCAB_SIZE, (2, 9))
     zeros_BT = torch.zeros_like(tokens_BT)
     batch = PackedBatch(tokens_BT, torch.arange(9).expand(2, -1), zeros_BT, zeros_BT == 0)

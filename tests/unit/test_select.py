@@ -77,7 +77,7 @@ def train(
     spec = used.train.select
     assert spec is not None
     kept = pack_documents(documents(3, first=20), SEQ_LEN, pack=True, seed=0, epoch=0)
-    selection = (Selection if scores is None else Scripted)(spec.every_steps, spec.patience, kept, None, lr_for)
+    selection = (Selection if scores is None else Scripted)(spec.every_steps, spec.patience, kept, lr_for)
     if isinstance(selection, Scripted):
         selection.scores = list(scores or [])
     weights = run_training(
@@ -227,9 +227,9 @@ def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:
     text = [Document((1, 2, 3, 4), (False,) * 4, "g", "d")]
     module = training_module()
     kept = pack_documents(text, SEQ_LEN, pack=True, seed=0, epoch=0)
-    selection = Selection(1, None, kept, None)
+    selection = Selection(1, None, kept)
     with pytest.raises(TrainingError, match=r"train\.select\.share"):
-        selection.measure(module, NUM_DEPTHS, Accelerator(cpu=True))
+        selection.measure(module, module, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -239,12 +239,12 @@ def test_a_measure_is_the_same_however_many_processes_share_it(world: int, tmp_p
     sequences = pack_documents(documents(5), SEQ_LEN, pack=True, seed=0, epoch=0)
 
     def sums_of(world: int) -> list[Tensor]:
-        selection = Selection(1, None, sequences, None)
+        selection = Selection(1, None, sequences)
         found = []
         for rank in range(world):
             accelerator: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
             accelerator.reduce = lambda value, reduction: value
-            found.append(selection._sums(module, NUM_DEPTHS, accelerator))
+            found.append(selection._sums(module, module, accelerator))
         return [sum(columns[1:], columns[0]) for columns in zip(*found, strict=True)]
 
     torch.testing.assert_close(sums_of(world), sums_of(1), atol=1e-4, rtol=1e-5)

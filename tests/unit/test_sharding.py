@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
-from mtp_train.runs import run as run_module
+from mtp_train.runs import trunks
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import (
     lost_process_is_named,
@@ -28,9 +28,9 @@ from mtp_train.train.launch import (
     require_as_asked,
     require_processes,
 )
-from mtp_train.train.packed_rows import isolated_hidden
-from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
-from mtp_train.trunk.load import load_trunk
+from mtp_train.train.shard import ShardedStates, shard_layers, shards_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
+from mtp_train.trunk.states import Forwards, TrunkStates, group_by_length, isolated_hidden, segments
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -118,7 +118,7 @@ def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def training_module(family_name: str = "qwen3_5") -> HeadTraining:
     trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
+    return HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
 
 
 def test_processes_that_nothing_wraps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,11 @@ def test_processes_that_nothing_wraps_are_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     module = training_module()
-    module.trunk.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    module.ends.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with ddp\.yaml"
     accelerator = joined(DistributedType.FSDP, **FSDP)
-    for cuts in (lambda: shard_layers(module, accelerator), lambda: HiddenInShards(module.trunk, accelerator)):
+    alone = ShardedStates(cast(Trunk, module.ends))
+    for cuts in (lambda: shard_layers(module, accelerator), lambda: alone.gather_here(accelerator)):
         with pytest.raises(TrainingError, match=message):
             cuts()
 
@@ -223,21 +224,17 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
 ) -> None:
     one = {**PLAIN, **given}
     recipe: Any = SimpleNamespace(
-        model=SimpleNamespace(
-            offload=None, dtype="float32", trunk="t", quantization=one["quantization"], trust_remote_code=False
-        ),
-        train=SimpleNamespace(precision="fp32"),
+        model=SimpleNamespace(offload=None, trunk="t", quantization=one["quantization"], trust_remote_code=False),
     )
     finetune = SimpleNamespace(config=one["config"], path=Path("t"), family=None, num_bytes=0)
     inputs: Any = SimpleNamespace(adapter=one["adapter"], finetune=finetune)
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)
     accelerator.failing_together = nullcontext
-    monkeypatch.setattr(run_module, "trunk_dtype", lambda *_args: torch.float32)
-    monkeypatch.setattr(run_module, "load_trunk", lambda _path, _family, **settings: settings)
+    monkeypatch.setattr(trunks, "load_trunk", lambda _path, _family, **settings: settings)
     no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
     run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, accelerator=accelerator, progress=no_bar)
-    settings: Any = run_module.load_run_trunk(run, to_shard=to_shard)
+    settings: Any = trunks.load_run_trunk(run, torch.float32, to_shard=to_shard)
     assert (settings["on_layer"] is not None) is is_handed_over
 
 
@@ -249,17 +246,10 @@ def test_spare_forwards_change_nothing(family_name: str) -> None:
     expected_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
     forwards: list[tuple[int, ...]] = []
     trunk.decoder.register_forward_hook(lambda _module, _inputs, output: forwards.append(output[0].shape[:2]))
-    asked: list[int] = []
-
-    def two_more(count: int) -> int:
-        # Before any forward: a process that has none left must not wait while another still runs its own.
-        assert forwards == []
-        asked.append(count)
-        return count + 2
-
-    trunk.calls_together = two_more
-    assert torch.equal(isolated_hidden(trunk, tokens_BT, document_BT), expected_BTD)
-    assert len(forwards) == asked[0] + 2
+    groups = group_by_length(segments(document_BT.numpy()), 12)
+    two_more = Forwards(groups, len(groups) + 2)
+    assert torch.equal(isolated_hidden(trunk, tokens_BT, document_BT, two_more), expected_BTD)
+    assert len(forwards) == len(groups) + 2
     assert forwards[-2:] == [(1, 1)] * 2
 
 

@@ -20,6 +20,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import STEP_PARTS, RunLog, read_metrics
 from mtp_train.train.loop import LogSums, train_head
 from mtp_train.train.step_timer import StepTimer
+from mtp_train.trunk.states import TrunkStates
 from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 
@@ -42,7 +43,7 @@ class Clock:
 
 def train(directory: Path, clock: Clock, *, dies_after: int | None = None) -> None:
     trunk = tiny_trunk("mimo")
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
+    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
     overrides = {"tokens_per_step": 2 * 16, "max_steps": STEPS, "save_steps": 1, "log_steps": STEPS}
     recipe = tiny_recipe(
         directory,

@@ -15,6 +15,7 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.opening import OWN
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts, measure_trunk
@@ -23,7 +24,6 @@ from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tokenizer import load_tokenizer
 from tiny import tiny_head, tiny_trunk
 
 GRID = EvaluationGrid(

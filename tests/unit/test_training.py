@@ -25,12 +25,12 @@ from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise, train_head
-from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.select import Selection
 from mtp_train.train.state import newest_whole_step
+from mtp_train.trunk.states import TrunkStates
 from redrafted import unrolled
 from runs import tiny_recipe
-from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, VOCAB_SIZE, rows_on, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, SEQUENCES = 16, 3, 4
 KINDS: tuple[str, ...] = ("ce", "kl")
@@ -50,7 +50,9 @@ def training_module(
     family_name: str = "qwen3_5", kind: str = "kl", temperature: float = 1.0, **options: Any
 ) -> HeadTraining:
     trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature, **options)
+    return HeadTraining(
+        TrunkStates(trunk), tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature, **options
+    )
 
 
 def weights_of(used: Recipe) -> list[float]:
@@ -86,7 +88,7 @@ def one_step(
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
-    given = micro_batches(sequences, plan, weights_of(used), accelerator)
+    given = micro_batches(sequences, plan, weights_of(used), accelerator, module.states)
     (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
     assert count_K.tolist() == [sum(column) for column in targets]
@@ -141,13 +143,13 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     losses: list[list[Tensor]] = [[], [], []]
     for document in documents:
         tokens_1T = torch.from_numpy(document.input_ids)[None].long()
-        hidden_1TD = module.trunk.hidden(tokens_1T).detach()
-        states = unrolled(module.head, hidden_1TD, tokens_1T, module.trunk.embed, NUM_DEPTHS)
+        hidden_1TD = module.ends.hidden(tokens_1T).detach()
+        states = unrolled(module.head, hidden_1TD, tokens_1T, module.ends.embed, NUM_DEPTHS)
         for depth in range(NUM_DEPTHS):
             for start in range(len(document.input_ids) - depth - 2):
                 target = start + depth + 2
                 if document.loss_mask[target]:
-                    log_q_V = torch.log_softmax(module.trunk.logits(states[depth][0, start]), dim=-1)
+                    log_q_V = torch.log_softmax(module.ends.logits(states[depth][0, start]), dim=-1)
                     losses[depth].append(-log_q_V[document.input_ids[target]])
     weighted = [
         weight * torch.stack(one).mean() for weight, one in zip(depth_weights(NUM_DEPTHS, 0.5), losses, strict=True)
@@ -164,9 +166,9 @@ def test_kl_is_softened_by_the_temperature_it_was_given() -> None:
     module = training_module(kind="kl", temperature=2.0)
     batch = collate([sequence])
     terms = module(MicroBatch(batch, torch.ones(NUM_DEPTHS)))
-    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
-    log_p_NV = torch.log_softmax(module.trunk.logits(rows.teacher_ND) / 2.0, dim=-1)
-    log_q_KNV = torch.log_softmax(module.trunk.logits(rows.student_KND) / 2.0, dim=-1)
+    rows = rows_on(module.ends, module.head, batch, NUM_DEPTHS)
+    log_p_NV = torch.log_softmax(module.ends.logits(rows.teacher_ND) / 2.0, dim=-1)
+    log_q_KNV = torch.log_softmax(module.ends.logits(rows.student_KND) / 2.0, dim=-1)
     loss_KN = 4.0 * (log_p_NV.exp() * (log_p_NV - log_q_KNV)).sum(-1)
     torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1))
 
@@ -174,17 +176,17 @@ def test_kl_is_softened_by_the_temperature_it_was_given() -> None:
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_only_the_head_learns(family_name: str) -> None:
     module = training_module(family_name)
-    trunk_before = {name: value.clone() for name, value in module.trunk.state_dict().items()}
+    trunk_before = {name: value.clone() for name, value in module.ends.state_dict().items()}
     head_before = {name: value.clone() for name, value in module.head.named_parameters()}
     accelerator = Accelerator(cpu=True)
     used = recipe(train__micro_batch_sequences=4)
     wrapped, optimizer = accelerator.prepare(module, make_optimizer(module.head, train_options(used)))
     wrapped.train()
-    given = micro_batches(four_sequences(), plan_of(used, 1), weights_of(used), accelerator)
+    given = micro_batches(four_sequences(), plan_of(used, 1), weights_of(used), accelerator, module.states)
     optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
-    assert all(torch.equal(value, trunk_before[name]) for name, value in module.trunk.state_dict().items())
-    assert all(value.grad is None and not value.requires_grad for value in module.trunk.parameters())
-    assert not any(part.training for part in module.trunk.modules())
+    assert all(torch.equal(value, trunk_before[name]) for name, value in module.ends.state_dict().items())
+    assert all(value.grad is None and not value.requires_grad for value in module.ends.parameters())
+    assert not any(part.training for part in module.ends.modules())
     assert module.head.training
     still = [name for name, value in module.head.named_parameters() if torch.equal(value, head_before[name])]
     assert still == []

@@ -15,8 +15,7 @@ from mtp_train.data.pack import PackedBatch, collate, pack_documents
 from mtp_train.heads.step import mtp_step
 from mtp_train.losses.chunked import LossTerms
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.packed_rows import aligned_rows
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, rows_on
 
 FEW = torch.tensor([5, 9, 20])
 """So few tokens that a random head often drafts the right one."""
@@ -58,7 +57,7 @@ def test_running_the_head_twice_keeps_less() -> None:
 
 
 def states_of(module: HeadTraining, batch: PackedBatch, **options: bool) -> Tensor:
-    return aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS, **options).student_KND
+    return rows_on(module.ends, module.head, batch, NUM_DEPTHS, **options).student_KND
 
 
 @torch.no_grad()
@@ -67,13 +66,13 @@ def test_depths_apart_see_rows_of_their_own_depth() -> None:
     module = training_module()
     batch = batch_of(SEQ_LEN)
     tokens_1T = batch.tokens_BT
-    hidden_1TD = module.trunk.hidden(tokens_1T)
+    hidden_1TD = module.ends.hidden(tokens_1T)
     found = states_of(module, batch, apart=True)
     for depth in range(1, NUM_DEPTHS + 1):
         step = mtp_step(
             module.head,
             hidden_1TD,
-            module.trunk.embed(torch.nn.functional.pad(tokens_1T[:, depth:], (0, depth))),
+            module.ends.embed(torch.nn.functional.pad(tokens_1T[:, depth:], (0, depth))),
             depth=depth,
             positions_BT=torch.arange(SEQ_LEN)[None],
             mask_BTS=torch.ones(1, SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril(),
@@ -94,7 +93,7 @@ OUTPUTS = [("qwen3_5", FEW), ("step3p7", None)]
 def output_rows(module: HeadTraining) -> tuple[Tensor, Tensor]:
     """Return the tokens that may be drafted, (R), and their rows of each depth's output matrix, (K, R, D)."""
     vocab_R = torch.arange(VOCAB_SIZE) if module.draft_vocab is None else module.draft_vocab
-    own = module.head.own_lm_heads(NUM_DEPTHS) or [module.trunk.lm_head_VD] * NUM_DEPTHS
+    own = module.head.own_lm_heads(NUM_DEPTHS) or [module.ends.lm_head_VD] * NUM_DEPTHS
     return vocab_R, torch.stack([matrix_VD[vocab_R] for matrix_VD in own])
 
 
@@ -108,9 +107,9 @@ def test_a_head_drafts_by_its_own_output_matrices_or_a_part_of_the_trunk_s(
     module = training_module(family_name, kind, draft_vocab=draft_vocab)
     terms, _ = loss_and_gradient(module, batch)
     vocab_R, output_KRD = output_rows(module)
-    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
+    rows = rows_on(module.ends, module.head, batch, NUM_DEPTHS)
     q_KNR = torch.softmax(rows.student_KND @ output_KRD.mT, -1)
-    p_NR = torch.softmax(rows.teacher_ND @ module.trunk.lm_head_VD[vocab_R].T, -1)
+    p_NR = torch.softmax(rows.teacher_ND @ module.ends.lm_head_VD[vocab_R].T, -1)
     places_N = (rows.targets_N[:, None] == vocab_R).int().argmax(-1)
     loss_KN = {
         "kl": (p_NR * (p_NR.log() - q_KNR.log())).sum(-1),
@@ -130,12 +129,12 @@ def test_acceptance_is_measured_by_the_same_matrices(family_name: str, draft_voc
     ones_K = torch.ones(NUM_DEPTHS)
     found = module(MicroBatch(batch, ones_K), measures=True)
     vocab_R, output_KRD = output_rows(module)
-    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
-    best_N = module.trunk.project(rows.teacher_ND).argmax(-1)
+    rows = rows_on(module.ends, module.head, batch, NUM_DEPTHS)
+    best_N = module.ends.project(rows.teacher_ND).argmax(-1)
     logits_KNR = rows.student_KND @ output_KRD.mT
     drafts_KN = vocab_R[logits_KNR.argmax(-1)]
     assert found.agreed_K.tolist() == ((drafts_KN == best_N) & rows.valid_KN).sum(1).tolist()
-    p_NR = torch.softmax(module.trunk.project(rows.teacher_ND), -1)[:, vocab_R]
+    p_NR = torch.softmax(module.ends.project(rows.teacher_ND), -1)[:, vocab_R]
     overlap_KN = torch.minimum(torch.softmax(logits_KNR, -1), p_NR).sum(-1)
     torch.testing.assert_close(found.overlapped_K, (overlap_KN * rows.valid_KN).sum(1).detach())
 
@@ -143,8 +142,8 @@ def test_acceptance_is_measured_by_the_same_matrices(family_name: str, draft_voc
 def test_a_trunk_held_in_bf16_is_measured_in_fp32() -> None:
     batch, ones_K = batch_of(SEQ_LEN, 9, tokens=FEW), torch.ones(NUM_DEPTHS)
     module = training_module(draft_vocab=FEW)
-    module.trunk.causal_lm.bfloat16()
+    module.ends.causal_lm.bfloat16()
     found = module(MicroBatch(batch, ones_K), measures=True)
-    module.trunk.causal_lm.float()
+    module.ends.causal_lm.float()
     expected = module(MicroBatch(batch, ones_K), measures=True)
     torch.testing.assert_close(found.overlapped_K, expected.overlapped_K, atol=1e-4, rtol=0)

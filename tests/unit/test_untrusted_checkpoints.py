@@ -23,9 +23,9 @@ from mtp_train.checkpoints.files import (
     read_config,
     scan_safetensors,
 )
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.errors import MtpError
 from mtp_train.runs.checkpoint_tools.inspect import inspect
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from runs import BYTE_VOCAB_SIZE
 from tiny import tiny_head, tiny_trunk
 

@@ -14,11 +14,11 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model
 from mtp_train import demo_path
 from mtp_train.answers.store import answer_document
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.dense import better_wiring, wirings
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 Change = Callable[[MtpHead], MtpHead]
 

@@ -26,7 +26,8 @@ from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import KeysWritten, StepOutput, mtp_step
-from mtp_train.trunk.load import Trunk, draft_logits
+from mtp_train.trunk.ends import draft_logits
+from mtp_train.trunk.load import Trunk
 
 LogitsFn = Callable[[Tensor], Tensor]
 KEYS_CHUNK = 2048

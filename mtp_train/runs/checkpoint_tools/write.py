@@ -40,6 +40,7 @@ from mtp_train.checkpoints.suggestions import (
     probe_command,
     train_command,
 )
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
@@ -53,7 +54,6 @@ from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
-from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 

@@ -1,0 +1,242 @@
+"""Load the trunk of a run in the form that a stage needs: whole to decode with, or as hidden states to train on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from accelerate.utils import DistributedType
+
+from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import RecipeError, TrainingError
+from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.progress import shown_loading
+from mtp_train.recipe.sections import HiddenCacheSpec
+from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.check import Shapes
+from mtp_train.runs.refusals import HeadOnTrunk
+from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
+from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import device_named
+from mtp_train.train.shard import ShardedStates, give_up_shards, layer_sharder, shards_trunk
+from mtp_train.trunk.load import OnLayer, Trunk, load_ends, load_trunk
+from mtp_train.trunk.precision import COMPUTE_DTYPES, slow_halves, trunk_dtype
+from mtp_train.trunk.states import States, TrunkStates
+
+if TYPE_CHECKING:
+    from mtp_train.runs.run import Run
+
+HIDDEN = "hidden"
+
+
+@dataclass
+class HeldTrunk:
+    """The trunk in memory, of which there is one at a time."""
+
+    trunk: Trunk | None = None
+    form: Literal["whole", "in shards", "spent"] = "spent"
+    """``spent``: in shards that a training has wrapped, so that no other one can use them."""
+    dtype: torch.dtype | None = None
+
+    @property
+    def whole(self) -> Trunk | None:
+        return self.trunk if self.form == "whole" else None
+
+    def release(self, accelerator: RunAccelerator) -> None:
+        """Let go of the trunk and its memory; the caller has to drop its own references."""
+        if self.trunk is not None:
+            give_up_shards(self.trunk, accelerator)
+        self.trunk, self.form = None, "spent"
+        # Shards and their hooks form reference cycles.
+        gc.collect()
+
+
+def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
+    """Return the whole trunk, loaded in place of another form of it.
+
+    Args:
+        dtype: Replaces ``model.dtype``.
+    """
+    held, wanted = run.held, _held_dtype(run, dtype)
+    trunk = held.whole
+    if trunk is None or held.dtype is not wanted:
+        # One is in memory at a time.
+        del trunk
+        held.release(run.accelerator)
+        require_room(run)
+        trunk = load_run_trunk(run, wanted)
+        if run.recipe.model.offload is not None:
+            trunk.offload_layers(run.accelerator.device)
+        held.trunk, held.form, held.dtype = trunk, "whole", wanted
+    return trunk
+
+
+def trunk_in_shards(run: Run) -> Trunk:
+    """Return the trunk for one use in shards, loaded in shards under FSDP2; every process must call it."""
+    # Shards are gathered in the dtype that they are held in, and no hook can convert them.
+    held, wanted = run.held, COMPUTE_DTYPES[run.recipe.train.precision]
+    trunk = held.trunk
+    if trunk is None or held.form == "spent" or held.dtype is not wanted:
+        del trunk
+        held.release(run.accelerator)
+        trunk = load_run_trunk(run, wanted, to_shard=True)
+    held.trunk, held.form, held.dtype = trunk, "spent", wanted
+    return trunk
+
+
+def answering_dtype(run: Run) -> str | None:
+    """Return bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
+    model, source, device = run.recipe.model, run.inputs.finetune, run.accelerator.device
+    is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
+    is_free = model.dtype == "auto" and model.quantization is None and model.offload is None
+    is_faster = device.type == "cpu" and not slow_halves(torch.bfloat16, device)
+    return "bfloat16" if is_stored and is_free and is_faster else None
+
+
+def load_to_train(run: Run) -> None:
+    """Load the trunk in the form that computes states to train on."""
+    if shards_trunk(run.accelerator):
+        trunk_in_shards(run)
+        run.held.form = "in shards"
+    else:
+        decoding_trunk(run)
+
+
+def states_of(run: Run, documents: Sequence[Document], layers: tuple[int, ...]) -> States:
+    """Return the states of documents to train a head on; every process must call it.
+
+    A hidden-state cache that is complete takes the trunk's ends alone.
+
+    Args:
+        layers: The trunk layers whose inputs the head reads, see ``Ends.show_layers``.
+    """
+    spec = run.recipe.train.hidden_cache
+    if spec is None:
+        return _computed(run)
+    cache = cache_of(run, spec, documents, layers)
+    missing = run.accelerator.said_by_main(cache.missing())
+    if missing:
+        _build(run, cache, missing, layers)
+    run.held.release(run.accelerator)
+    inputs, model = run.inputs, run.recipe.model
+    ends = load_ends(
+        inputs.finetune,
+        dtype=_held_dtype(run),
+        device=run.accelerator.device,
+        adapter=inputs.adapter,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return CachedStates(ends, cache)
+
+
+def _computed(run: Run) -> TrunkStates:
+    if shards_trunk(run.accelerator):
+        return ShardedStates(trunk_in_shards(run))
+    return TrunkStates(decoding_trunk(run))
+
+
+def cache_of(run: Run, spec: HiddenCacheSpec, documents: Sequence[Document], layers: tuple[int, ...]) -> HiddenCache:
+    """Return the cache of documents' states, in the place that everything they depend on names."""
+    recipe, inputs = run.recipe, run.inputs
+    config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
+    width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
+    dtype = COMPUTE_DTYPES[recipe.train.precision]
+    held = str(_held_dtype(run)).removeprefix("torch.")
+    settings = (recipe.train.precision, recipe.model.quantization, held, *map(str, layers))
+    adapter = inputs.contents[ADAPTER] if inputs.adapter else None
+    digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
+    directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
+    return HiddenCache(directory, documents, width=width, dtype=dtype)
+
+
+def _build(run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...]) -> None:
+    """Write what a cache lacks; every process must call it."""
+    accelerator, progress = run.accelerator, run.progress
+    cache.require_room()
+    states = _computed(run)
+    states.ends.show_layers(layers)
+    if isinstance(states, ShardedStates):
+        states.gather_here(accelerator)
+    task = progress.add_task("keeping hidden states", total=None)
+    if run.is_main:
+        size = cache.num_bytes / (1 << 30)
+        progress.console.print(f"{cache.directory}: {size:.2f} GiB of hidden states", highlight=False)
+    with states.computing_in(cache.dtype):
+        cache.build(
+            states,
+            missing,
+            device=accelerator.device,
+            max_tokens=run.plan.micro_batch_tokens,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    accelerator.wait_for_everyone()
+
+
+def _held_dtype(run: Run, asked: str | None = None) -> torch.dtype:
+    """Return the dtype in which a run holds the trunk's weights, as its recipe says or as asked for."""
+    recipe, finetune, accelerator = run.recipe, run.inputs.finetune, run.accelerator
+    return trunk_dtype(finetune, finetune.family, accelerator.device, asked or recipe.model.dtype)
+
+
+def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:
+    """Load the trunk on the process's device, or into main memory if it is offloaded.
+
+    A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
+    must call it.
+    """
+    model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
+    device, on_layer = accelerator.device, None
+    if to_shard:
+        device, on_layer = torch.device("cpu"), _sharder_while_loading(run)
+    if model.offload is not None:
+        if accelerator.distributed_type is not DistributedType.NO:
+            raise TrainingError(
+                f"model.offload: {model.offload}, and the launcher asks for {accelerator.distributed_type.value}; "
+                f"expected one process without a wrapper. Launch with {accelerate_file('single')}, or write "
+                "model.offload: null."
+            )
+        device = torch.device("cpu")
+    together = accelerator.failing_together() if to_shard else nullcontext()
+    with together, shown_loading(run.progress, model.trunk, inputs.finetune.num_bytes):
+        return load_trunk(
+            inputs.finetune.path,
+            inputs.finetune.family,
+            dtype=dtype,
+            device=device,
+            adapter=inputs.adapter,
+            quantization=model.quantization,
+            trust_remote_code=model.trust_remote_code,
+            on_layer=on_layer,
+        )
+
+
+def _sharder_while_loading(run: Run) -> OnLayer:
+    """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
+    # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
+    is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
+    return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
+
+
+def require_room(run: Run) -> None:
+    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
+    recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
+    if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
+        return
+    trunk, head = inputs.finetune, inputs.head_plan
+    text_config = text_config_of(trunk, trust_remote_code=recipe.model.trust_remote_code)
+    model = HeadOnTrunk(trunk.path, trunk.config, text_config, head.family, head.num_modules)
+    machine, shapes = device_named(None), Shapes(recipe, model, trunk)
+    problem = shapes.room(recipe, count, machine).decoding_problem
+    if problem is not None:
+        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine, recipe)]
+        cure = f"Add {', or '.join(fitting)}." if fitting else "Use a larger GPU."
+        raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
