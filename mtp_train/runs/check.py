@@ -150,8 +150,9 @@ class Shapes:
         model = self.model
         on_gpu = device.kind == "cuda"
         stored = self._checkpoint if self._is_packed and on_gpu else None
+        options = memory_options(recipe)
         memory = estimate_footprint(
-            memory_options(recipe),
+            options,
             self.trunk,
             self._head,
             plan,
@@ -162,9 +163,11 @@ class Shapes:
             packed_bytes=None if stored is None else stored.num_bytes,
         )
         shards = None
-        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
-        if on_gpu and recipe.model.quantization is None and not self._is_packed:
-            shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
+        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3, unless they are served.
+        is_packed = self._is_packed or recipe.model.quantization is not None
+        if on_gpu and (options.is_served or not is_packed):
+            is_adapted = recipe.model.adapter is not None
+            shards = in_shards(memory, options, self.trunk, self._head, plan, is_adapted=is_adapted)
         answered = recipe.data.regenerate
         own = None if answered is None or answered.endpoint else answered.batch_size
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
@@ -355,6 +358,17 @@ class CheckResult(Shown):
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
             yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"
+        tokens = self.plan.sequences_per_step * self.plan.seq_len_tokens
+        yield (
+            "hidden states",
+            f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
+        )
+        if shards is not None:
+            yield (
+                "  each process receives in shards",
+                f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step, and "
+                f"{shards.pass_bytes / GIB:.2f} GiB of layers in each of its {self.plan.accumulation} passes or more",
+            )
         yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
 
 

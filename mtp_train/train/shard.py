@@ -72,11 +72,12 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
     The head is gathered at the start of a forward, once for all depths, and kept until the backward pass is over.
     Weights that products in bf16 round first are gathered rounded, 2 bytes each, and their gradients summed in fp32. In
     fp32 each takes 4; accelerate before 1.14 gathers it once more in the backward pass, which makes 8. The unit is not
-    the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth.
+    the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth. With
+    LoRA all is gathered in fp32, as peft adds LoRA's products to experts.
     """
     whole, kept = list(module.head.parameters()), set(module.states.parameters())
-    if module.compute_dtype is not torch.float32:
-        rounded = nn.Sequential(*_rounded(module.head))
+    if module.compute_dtype is not torch.float32 and not any(is_lora(name) for name in module.head.state_dict()):
+        rounded = nn.Sequential(*(part for name, part in module.head.named_modules() if _is_rounded(name, part)))
         policy = MixedPrecisionPolicy(module.compute_dtype, torch.float32, cast_forward_inputs=False)
         unit = fully_shard(rounded, mp_policy=policy, reshard_after_forward=False)
         kept.update(rounded.parameters())
@@ -87,17 +88,10 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
     return dict(zip(whole, module.head.parameters(), strict=True))
 
 
-def _rounded(head: nn.Module) -> list[nn.Module]:
-    """Return the modules of which autocast rounds all weights; peft adds LoRA's products to experts in fp32."""
-    adapted = any(is_lora(name) for name, _ in head.named_parameters())
-
-    def is_rounded(name: str, module: nn.Module) -> bool:
-        if adapted and ".experts." in f"{name}.":
-            return False
-        own = module.named_parameters(name, recurse=False)
-        return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
-
-    return [module for name, module in head.named_modules() if is_rounded(name, module)]
+def _is_rounded(name: str, module: nn.Module) -> bool:
+    """Return whether autocast rounds all weights of a module."""
+    own = module.named_parameters(name, recurse=False)
+    return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
 
 
 def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
