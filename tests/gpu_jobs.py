@@ -29,6 +29,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise
 from mtp_train.train.plan import TrainOptions, make_plan
+from mtp_train.train.shard import ShardedStates, shards_trunk
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates
 from tiny import tiny_head, tiny_trunk
