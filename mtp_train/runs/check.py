@@ -364,11 +364,11 @@ class CheckResult(Shown):
             f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
         )
         if shards is not None:
-            yield (
-                "  each process receives in shards",
-                f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step, and "
-                f"{shards.pass_bytes / GIB:.2f} GiB of layers in each of its {self.plan.accumulation} passes or more",
+            head = f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step"
+            layers = (
+                f"; {shards.pass_bytes / GIB:.2f} GiB of layers in each pass, {self.plan.accumulation} a step or more"
             )
+            yield "  received in shards by each process", head + (layers if shards.pass_bytes else "")
         yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
 
 
