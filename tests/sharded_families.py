@@ -101,10 +101,14 @@ class Trained(NamedTuple):
     """Of them in this process, after they were given up."""
     ends: int
     """Numbers of the trunk outside of its layers."""
+    held_ends: int
+    """Of them in this process, between steps."""
     rounded: int
     """Numbers in the head's linear layers and experts."""
     gathered: int
     """Gathers of so many numbers, in bf16."""
+    summed: list[str]
+    """The dtypes in which gradients were summed over the processes."""
 
 
 class Kept(NamedTuple):
@@ -161,20 +165,18 @@ def module_of(case: str, accelerator: Accelerator) -> HeadTraining:
 
 
 @contextlib.contextmanager
-def counting_gathers() -> Iterator[list[int]]:
-    """Yield a list that gets the number of numbers of every gather in bf16."""
-    # torch 2.13 has renamed it.
-    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
-    gather, found = getattr(torch.distributed, name), list[int]()
+def recording(new: str, old: str) -> Iterator[list[tuple[str, int]]]:
+    """Yield a list that gets dtype and size of the result of every call of a collective, which torch 2.13 renamed."""
+    name = new if hasattr(torch.distributed, new) else old
+    collective, found = getattr(torch.distributed, name), list[tuple[str, int]]()
 
-    def counted(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if output.dtype is torch.bfloat16:
-            found.append(output.numel())
-        return gather(output, *args, **kwargs)
+    def recorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append((str(output.dtype), output.numel()))
+        return collective(output, *args, **kwargs)
 
-    setattr(torch.distributed, name, counted)
+    setattr(torch.distributed, name, recorded)
     yield found
-    setattr(torch.distributed, name, gather)
+    setattr(torch.distributed, name, collective)
 
 
 def train(case: str, accelerator: RunAccelerator) -> Trained:
@@ -195,7 +197,11 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
     lines = Lines()
     plan = plan_of(recipe, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    with tempfile.TemporaryDirectory() as own, counting_gathers() as gathers:
+    with (
+        tempfile.TemporaryDirectory() as own,
+        recording("all_gather_single", "all_gather_into_tensor") as gathers,
+        recording("reduce_scatter_single", "reduce_scatter_tensor") as sums,
+    ):
         directory = Path(accelerator.said_by_main(own))
         for again in range(1 + (case in RESUMED)):
             if again:
@@ -216,7 +222,7 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
             )
             accelerator.wait_for_everyone()
     trunk = module.states.trunk
-    kept = held(trunk)
+    kept, kept_ends = held(trunk), held(trunk) - held(trunk.layers)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)
     reference = weakref.ref(trunk)
@@ -224,7 +230,8 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
     gc.collect()
     left = reference()
     remain = 0 if left is None else held(left)
-    return Trained(lines.losses, whole, kept, remain, whole - layers, rounded, gathers.count(rounded))
+    gathered, summed = gathers.count(("torch.bfloat16", rounded)), sorted({dtype for dtype, _ in sums})
+    return Trained(lines.losses, whole, kept, remain, whole - layers, kept_ends, rounded, gathered, summed)
 
 
 if __name__ == "__main__":
