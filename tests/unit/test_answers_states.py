@@ -57,6 +57,8 @@ class Engine:
         new = ANSWER if payload["max_tokens"] > 1 else [top_of(payload["prompt"][-1])]
         token_ids, path = [*payload["prompt"], *new[:-1]], self.directory / f"{next(self.numbers)}.safetensors"
         tensors = {"hidden_states": self.states(STATES_VLD[token_ids]), "token_ids": torch.tensor(token_ids)}
+        # The real connector locks a file before it replies, and leaves the lock's file there.
+        path.with_name(f"{path.name}.lock").touch()
         self.write(self.tensors(tensors), path)
         choice: dict[str, Any] = {"text": "", "token_ids": new, "finish_reason": "stop" if new == ANSWER else "length"}
         if "prompt_logprobs" in payload:
