@@ -29,6 +29,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise
 from mtp_train.train.plan import TrainOptions, make_plan
+from mtp_train.train.shard import ShardedStates, shards_trunk
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates
 from tiny import tiny_head, tiny_trunk
@@ -72,7 +73,8 @@ def two_steps(
     trunk = tiny_trunk(family)
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
-    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
+    states = (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk)
+    module = HeadTraining(states, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
     plan = make_plan(
         max_steps=STEPS,
         tokens_per_step=num_sequences * SEQ_LEN,

@@ -134,7 +134,7 @@ def train(case: str, accelerator: Accelerator) -> Trained:
     trunk = trunk_of(case)
     whole = held(trunk)
     module = HeadTraining(
-        TrunkStates(trunk),
+        (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk),
         chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk),
         num_depths=NUM_DEPTHS,
         kind="kl",

@@ -16,6 +16,7 @@ Shapes: B rows, T tokens, K depths, N documents.
 from __future__ import annotations
 
 import hashlib
+import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -105,9 +106,13 @@ def global_batches(
         epoch = bisect_right(starts, index) - 1
         return assigned(epoch)[index - starts[epoch]]
 
+    lock = threading.Lock()
+
     def batch(step: int) -> list[PackedSequence]:
         first = step * sequences_per_step
-        groups = [members(index) for index in range(first, first + sequences_per_step)]
+        # States may be fetched ahead in another thread.
+        with lock:
+            groups = [members(index) for index in range(first, first + sequences_per_step)]
         return [one_row(documents, group, seq_len_tokens) for group in groups]
 
     return batch

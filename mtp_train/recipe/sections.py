@@ -288,16 +288,21 @@ class RegenerateSpec(RecipeSection):
     """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            yield f"endpoint: {self.endpoint!r}; expected an address such as http://localhost:8000/v1. Correct it."
-        if self.endpoint is not None and re.search(r"://[^/]*@|[?#]", self.endpoint):
-            yield "endpoint: a password or parameters in the address; expected none. Use data.regenerate.api_key_env."
+        if self.endpoint is not None:
+            yield from _of_address(self.endpoint, "data.regenerate")
         for name in ("model", "concurrency", "api_key_env"):
             if self.endpoint is None and getattr(self, name) is not None:
                 yield f"{name}: {getattr(self, name)!r} without data.regenerate.endpoint; expected null. Leave it out."
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if self.temperature == 0 and getattr(self, name) != off:
                 yield f"{name}: {getattr(self, name)} with data.regenerate.temperature: 0; expected {off}. Remove it."
+
+
+def _of_address(address: str, section: str) -> Iterator[str]:
+    if not address.startswith(("http://", "https://")):
+        yield f"endpoint: {address!r}; expected an address such as http://localhost:8000/v1. Correct it."
+    if re.search(r"://[^/]*@|[?#]", address):
+        yield f"endpoint: a password or parameters in the address; expected none. Use {section}.api_key_env."
 
 
 class DataSection(RecipeSection):
@@ -363,6 +368,26 @@ class HiddenCacheSpec(RecipeSection):
     the run directory."""
 
 
+class StatesSpec(RecipeSection):
+    """Hidden states from a vLLM server of the trunk, whose layers are not loaded here.
+
+    States are fetched while the head is trained, and kept on disk if there is more than one epoch (`hidden_cache`).
+    """
+
+    endpoint: Text
+    """Address of the server, up to and including the API version: `http://localhost:8000/v1`. `mtp-train check` prints
+    the command that starts it. A run can be resumed with another address."""
+    model: Text | None = None
+    """The name of the trunk on the server; null if the server has one model."""
+    concurrency: Count = 16
+    """Maximum number of concurrent requests to the server, over all processes."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from _of_address(self.endpoint, "train.states")
+
+
 class SelectSpec(RecipeSection):
     """Measure acceptance during training, on text that is kept out of training, and keep the best head.
 
@@ -406,6 +431,8 @@ class TrainSection(RecipeSection):
     hidden_cache: HiddenCacheSpec | None = None
     """Store the trunk's hidden states on disk; null runs the trunk in every step. Saves time from the second epoch
     on."""
+    states: StatesSpec | None = None
+    """Take the trunk's hidden states from a server; null computes them here."""
     select: SelectSpec | None = None
     """Keep the head with the best acceptance of the training, its start included; null keeps the last."""
     weight_decay: NonNegative = 0.0

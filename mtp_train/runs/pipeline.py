@@ -179,7 +179,7 @@ def _load_first(run: Run, *, is_trained: bool) -> None:
     recipe, goes_on = run.recipe, _has_begun(run)
     if is_trained or (recipe.data.regenerate is not None and recipe.decodes and not goes_on):
         run.decoding_trunk()
-    elif recipe.train.hidden_cache is None or (recipe.gate.enabled and not goes_on):
+    elif recipe.train.hidden_cache is recipe.train.states is None or (recipe.gate.enabled and not goes_on):
         load_to_train(run)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -96,9 +96,16 @@ class Run:
     def processes(self) -> Processes:
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
-    def states(self, documents: Sequence[Document], layers: tuple[int, ...] = ()) -> States:
+    def states(
+        self,
+        documents: Sequence[Document],
+        layers: tuple[int, ...] = (),
+        *,
+        kept: Collection[int] = (),
+        is_read_once: bool = False,
+    ) -> States:
         """Return the trunk's states of documents to train on, see :func:`mtp_train.runs.trunks.states_of`."""
-        return states_of(self, documents, layers)
+        return states_of(self, documents, layers, kept=kept, is_read_once=is_read_once)
 
     def decoding_trunk(self, dtype: str | None = None) -> Trunk:
         """Return the whole trunk to decode with, see :func:`mtp_train.runs.trunks.decoding_trunk`."""

@@ -345,6 +345,9 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
     )
 
 
+_ADDRESSES = ("data.regenerate.endpoint", "train.states.endpoint")
+
+
 def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
     """Return the fields of a recorded recipe that differ from this one, each with both values.
 
@@ -362,7 +365,7 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
         if not (
             path.startswith(_OF_THE_MACHINES)
             or (path == "train.precision" and here == "auto")
-            or (path == "data.regenerate.endpoint" and None not in (there, here))
+            or (path in _ADDRESSES and None not in (there, here))
         )
     ]
 

@@ -122,10 +122,14 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     trained_vocab = served_vocab if own is None else own.token_ids_R
     if trained_vocab is not None:
         documents = keep_targets(documents, set(trained_vocab.tolist()))
-    module = head_training(recipe, run.states(documents, head.trunk_layers), head, trained_vocab)
     training, measured = part_documents(recipe, documents)
+    text = [documents[index] for index in training]
+    epoch = pack_documents(text, recipe.data.seq_len_tokens, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
+    is_read_once = run.plan.max_steps * run.plan.sequences_per_step <= len(epoch)
+    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once)
+    module = head_training(recipe, states, head, trained_vocab)
     batches = global_batches(
-        [documents[index] for index in training],
+        text,
         seq_len_tokens=recipe.data.seq_len_tokens,
         pack=recipe.data.pack,
         sequences_per_step=run.plan.sequences_per_step,
@@ -156,7 +160,10 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         make_log=make_log,
         on_step=lambda done: progress.update(task, completed=done),
     )
+    said = states.close()
     if run.is_main:
+        if said:
+            progress.console.print(said, highlight=False)
         save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
 
 

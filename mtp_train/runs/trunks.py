@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.check import Shapes
 from mtp_train.runs.refusals import HeadOnTrunk
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.served_states import StatesSource, open_source
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import device_named
 from mtp_train.train.shard import ShardedStates, give_up_shards, layer_sharder, shards_trunk
+from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk, load_ends, load_trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES, slow_halves, trunk_dtype
 from mtp_train.trunk.states import States, TrunkStates
@@ -109,31 +111,44 @@ def load_to_train(run: Run) -> None:
         decoding_trunk(run)
 
 
-def states_of(run: Run, documents: Sequence[Document], layers: tuple[int, ...]) -> States:
+def states_of(
+    run: Run, documents: Sequence[Document], layers: tuple[int, ...], *, kept: Collection[int], is_read_once: bool
+) -> States:
     """Return the states of documents to train a head on; every process must call it.
 
-    A hidden-state cache that is complete takes the trunk's ends alone.
+    A hidden-state cache that is complete, and a server's states, take the trunk's ends alone.
 
     Args:
         layers: The trunk layers whose inputs the head reads, see ``Ends.show_layers``.
+        kept: Numbers of the documents that are read in every measurement.
+        is_read_once: Whether training reads each of the others once at most.
     """
-    spec = run.recipe.train.hidden_cache
-    if spec is None:
+    cached, served = run.recipe.train.hidden_cache, run.recipe.train.states
+    if served is None and cached is None:
         return _computed(run)
-    cache = cache_of(run, spec, documents, layers)
+    source = None
+    if served is not None:
+        run.release_trunk()
+        source = open_source(run, served, _ends(run), documents, layers)
+        if cached is None and is_read_once:
+            return source.states(documents, COMPUTE_DTYPES[run.recipe.train.precision], kept)
+    cache = cache_of(run, cached or HiddenCacheSpec(), documents, layers, source)
     missing = run.accelerator.said_by_main(cache.missing())
     if missing:
-        _build(run, cache, missing, layers)
-    run.held.release(run.accelerator)
+        _build(run, cache, missing, layers, source)
+    run.release_trunk()
+    return CachedStates(_ends(run), cache, COMPUTE_DTYPES[run.recipe.train.precision])
+
+
+def _ends(run: Run) -> Ends:
     inputs, model = run.inputs, run.recipe.model
-    ends = load_ends(
+    return load_ends(
         inputs.finetune,
         dtype=_held_dtype(run),
         device=run.accelerator.device,
         adapter=inputs.adapter,
         trust_remote_code=model.trust_remote_code,
     )
-    return CachedStates(ends, cache)
 
 
 def _computed(run: Run) -> TrunkStates:
@@ -142,26 +157,42 @@ def _computed(run: Run) -> TrunkStates:
     return TrunkStates(decoding_trunk(run))
 
 
-def cache_of(run: Run, spec: HiddenCacheSpec, documents: Sequence[Document], layers: tuple[int, ...]) -> HiddenCache:
+def cache_of(
+    run: Run,
+    spec: HiddenCacheSpec,
+    documents: Sequence[Document],
+    layers: tuple[int, ...],
+    source: StatesSource | None = None,
+) -> HiddenCache:
     """Return the cache of documents' states, in the place that everything they depend on names."""
     recipe, inputs = run.recipe, run.inputs
     config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
-    dtype = COMPUTE_DTYPES[recipe.train.precision]
-    held = str(_held_dtype(run)).removeprefix("torch.")
-    settings = (recipe.train.precision, recipe.model.quantization, held, *map(str, layers))
     adapter = inputs.contents[ADAPTER] if inputs.adapter else None
+    settings: tuple[object, ...] = (*layers,)
+    if source is None:
+        dtype = COMPUTE_DTYPES[recipe.train.precision]
+        held = str(_held_dtype(run)).removeprefix("torch.")
+        settings = (recipe.train.precision, recipe.model.quantization, held, *settings)
+    else:
+        dtype, settings = source.server.dtype, (source.identity, *settings)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
     directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
     return HiddenCache(directory, documents, width=width, dtype=dtype)
 
 
-def _build(run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...]) -> None:
+def _build(
+    run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
+) -> None:
     """Write what a cache lacks; every process must call it."""
     accelerator, progress = run.accelerator, run.progress
     cache.require_room()
-    states = _computed(run)
-    states.ends.show_layers(layers)
+    states: States
+    if source is not None:
+        states = source.states(cache.documents, cache.dtype)
+    else:
+        states = _computed(run)
+        states.ends.show_layers(layers)
     if isinstance(states, ShardedStates):
         states.gather_here(accelerator)
     task = progress.add_task("keeping hidden states", total=None)
@@ -178,6 +209,7 @@ def _build(run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[i
             world=accelerator.num_processes,
             on_shard=lambda done, total: progress.update(task, completed=done, total=total),
         )
+    states.close()
     accelerator.wait_for_everyone()
 
 

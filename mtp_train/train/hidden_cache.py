@@ -22,7 +22,6 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,7 +35,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.train.plan import GIB
 from mtp_train.trunk.ends import Ends
-from mtp_train.trunk.states import PackedRow, States, TrunkStates
+from mtp_train.trunk.states import States, StoredStates
 
 SHARD_BYTES = 1 << 28
 
@@ -45,14 +44,14 @@ def cache_digest(
     trunk: Contents,
     adapter: Contents | None,
     documents: Sequence[Document],
-    *settings: str | None,
+    *settings: object,
     dtype: torch.dtype,
     width: int,
 ) -> str:
     """Return a digest of everything that the stored states depend on.
 
     Args:
-        settings: The precision, the quantisation and the held dtype of the trunk.
+        settings: What else they depend on, as JSON has it: the precision, the quantisation, a server.
         dtype: Of the states.
         width: Of the states, D.
     """
@@ -103,7 +102,7 @@ class HiddenCache:
 
     def build(
         self,
-        states: TrunkStates,
+        states: States,
         missing: Sequence[int],
         *,
         device: torch.device,
@@ -124,6 +123,7 @@ class HiddenCache:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         turns = [missing[first : first + world] for first in range(0, len(missing), world)]
+        states.expect(member for shard in missing[rank::world] for member in self._row_of(shard).members)
         for turn, shards in enumerate(turns, start=1):
             rows = [self._row_of(shard) for shard in [*shards, *[self.num_shards] * (world - len(shards))]]
             own = collate([rows[rank]])
@@ -141,14 +141,6 @@ class HiddenCache:
         members = all_members[shard * self.shard_documents : (shard + 1) * self.shard_documents]
         return one_row(self.documents, members, max(1, sum(len(self.documents[one].input_ids) for one in members)))
 
-    def rows(self, sequences: Sequence[PackedRow]) -> Tensor:
-        """Return what ``isolated_hidden`` returns for packed sequences: (B, T, D), 0 on padding, on the CPU."""
-        states_BTD = torch.zeros(len(sequences), len(sequences[0].document_T), self.width, dtype=self.dtype)
-        for row, sequence in enumerate(sequences):
-            states_TD = torch.cat([self.document(index) for index in sequence.members])
-            states_BTD[row, : len(states_TD)] = states_TD
-        return states_BTD
-
     def document(self, index: int) -> Tensor:
         return self._file(index // self.shard_documents).get_tensor(str(index))
 
@@ -165,20 +157,12 @@ class HiddenCache:
         partial.replace(path)
 
 
-class CachedStates(States):
+class CachedStates(StoredStates):
     """States that are read from a cache."""
 
-    def __init__(self, ends: Ends, cache: HiddenCache) -> None:
-        super().__init__()
-        self._ends, self.cache = ends, cache
+    def __init__(self, ends: Ends, cache: HiddenCache, dtype: torch.dtype) -> None:
+        super().__init__(ends, width=cache.width, dtype=dtype)
+        self.cache = cache
 
-    @property
-    def ends(self) -> Ends:
-        return self._ends
-
-    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int) -> Tensor:
-        """Read the states of this process's rows."""
-        return self.cache.rows(shares[rank])
-
-    def forward(self, _tokens_BT: Tensor, _document_BT: Tensor, prepared: Any = None) -> Tensor:
-        return prepared
+    def document(self, number: int) -> Tensor:
+        return self.cache.document(number)

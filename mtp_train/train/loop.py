@@ -105,6 +105,14 @@ class Training:
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
 
+    def documents_from(self, done: int) -> Iterator[int]:
+        """Yield the documents that this process reads after ``done`` steps, in order."""
+        for step in range(done, self.options.max_steps):
+            sequences = self.batch_fn(step)
+            for micro in range(self.plan.accumulation):
+                for row in sequences[self.plan.share(micro, self.accelerator.process_index)]:
+                    yield from row.members
+
     def batches(self, step: int) -> StepBatches:
         sequences = self.batch_fn(step)
         made = micro_batches(sequences, self.plan, self.weight_K, self.accelerator, self.module.states)
@@ -240,6 +248,7 @@ def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None
     """Take the steps after the first ``done``; after a signal, raise a StoppedError once the state is saved."""
     on_step(done)
     run.wrapped.train()
+    run.module.states.expect(run.documents_from(done))
     told_to_stop = False
     following: StepBatches | None = None
     with noted_signal() as signals:

@@ -137,6 +137,10 @@ class Ends(nn.Module):
             hidden = mixed.reshape(*hidden.shape[:-1], -1)
         return self._call(self._final_norm, hidden) if self.family.reads_before_norm else hidden
 
+    def of_last_layer(self, state: Tensor) -> Tensor:
+        """Return the hidden state for the residual stream after the last layer, before the final norm."""
+        return state if self.family.reads_before_norm else self._call(self._final_norm, state)
+
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return the states that a head wired by ``convention`` reads, from hidden states of :meth:`hidden`."""
         if convention.hidden == "after_final_norm":

@@ -17,7 +17,7 @@ Shapes: B packed rows, T tokens, N documents of a group, L padded length, D hidd
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -126,12 +126,15 @@ class States(nn.Module):
     def ends(self) -> Ends: ...
 
     @abstractmethod
-    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int) -> Tensor | Forwards:
+    def prepare(
+        self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None
+    ) -> Tensor | Forwards:
         """Prepare a call on the host: the states, or the passes that compute them.
 
         Args:
             shares: The rows of every process, which makes its call at the same time.
             rank: This process.
+            max_tokens: Tokens of one pass, padding included; a longer document has a pass of its own. None is B * T.
         """
 
     @abstractmethod
@@ -141,6 +144,13 @@ class States(nn.Module):
         Args:
             prepared: As :meth:`prepare` returned it, the states on the tokens' device.
         """
+
+    def expect(self, documents: Iterator[int]) -> None:
+        """Learn the documents of this process's coming calls, in order, by their numbers; some sources fetch ahead."""
+
+    def close(self) -> str:
+        """Let go of the source; return a sentence about it for the log, empty if there is nothing to say."""
+        return ""
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """See :meth:`mtp_train.trunk.ends.Ends.computing_in`."""
@@ -159,16 +169,42 @@ class TrunkStates(States):
         return self.trunk
 
     def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
-        """Plan the passes over this process's rows.
-
-        Args:
-            max_tokens: Tokens of one pass, padding included; a longer document has a pass of its own. None is B * T.
-        """
+        """Plan the passes over this process's rows."""
         groups = _groups(shares[rank], max_tokens)
         return Forwards(groups, len(groups))
 
     def forward(self, tokens_BT: Tensor, document_BT: Tensor, prepared: Any = None) -> Tensor:
         return isolated_hidden(self.trunk, tokens_BT, document_BT, prepared)
+
+
+class StoredStates(States):
+    """States of whole documents that were computed elsewhere, by their numbers.
+
+    Args:
+        width: Of the states, D.
+        dtype: In which they are returned.
+    """
+
+    def __init__(self, ends: Ends, *, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._ends, self.width, self.dtype = ends, width, dtype
+
+    @property
+    def ends(self) -> Ends:
+        return self._ends
+
+    @abstractmethod
+    def document(self, number: int) -> Tensor:
+        """Return the states of a document, shape (T, D), on the CPU."""
+
+    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Tensor:
+        """Return the states of this process's rows, in the dtype that they are stored in."""
+        rows = [torch.cat([self.document(number) for number in row.members]) for row in shares[rank]]
+        length = len(shares[rank][0].document_T)
+        return torch.stack([nn.functional.pad(row_TD, (0, 0, 0, length - len(row_TD))) for row_TD in rows])
+
+    def forward(self, tokens_BT: Tensor, document_BT: Tensor, prepared: Any = None) -> Tensor:
+        return prepared.to(self.dtype)
 
 
 def _groups(rows: Sequence[PackedRow], max_tokens: int | None) -> list[list[Segment]]:

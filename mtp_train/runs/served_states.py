@@ -1,0 +1,162 @@
+"""The hidden states of a run from a server of its trunk, of which only the ends are loaded here.
+
+Before the first step the server proves itself (:func:`mtp_train.answers.states.prove`): its own most probable tokens
+have to be those of lm_head(norm(state)).
+
+Shapes: T tokens, L layers, D hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from mtp_train.answers.endpoint import Endpoint, read_api_key
+from mtp_train.answers.states import StatesServer, prove
+from mtp_train.checkpoints.files import TORCH_DTYPES, read_json
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import ChangedInputError
+from mtp_train.families.served_states import states_command
+from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import StatesSpec
+from mtp_train.runs.inputs import Inputs
+from mtp_train.train.fetched_states import FetchedStates
+from mtp_train.trunk.ends import Ends
+from mtp_train.trunk.precision import COMPUTE_DTYPES
+
+if TYPE_CHECKING:
+    from mtp_train.runs.run import Run
+
+SERVER_FILE = "states_server.json"
+PROVED_TEXTS = 4
+QUIET_SECONDS = 30.0
+"""The same reason to wait is printed again after so long."""
+
+
+def served_layers(inputs: Inputs, recipe: Recipe, layers: Sequence[int]) -> list[int]:
+    """Return the states that a server of the trunk has to return, by the number of layers before them, ascending."""
+    config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
+    return sorted({*layers, int(config.num_hidden_layers)})
+
+
+def serving_command(inputs: Inputs, recipe: Recipe, layers: Sequence[int]) -> str:
+    """Return the command that starts a server of the trunk's states."""
+    return states_command(
+        recipe.model.trunk,
+        inputs.finetune.config,
+        served_layers(inputs, recipe, layers),
+        f"{recipe.run_dir}/served",
+        recipe.data.seq_len_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class StatesSource:
+    """A server that gives a run's states, known to be the trunk's."""
+
+    server: StatesServer
+    ends: Ends
+    layers: tuple[int, ...]
+    """The layers whose inputs the head reads, see ``Ends.show_layers``."""
+    identity: list[object]
+
+    @property
+    def width(self) -> int:
+        return self.server.width * (1 + len(self.layers))
+
+    def fetch(self, texts: Iterable[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number and the states of each text, (T, D) as ``Ends.head_input`` takes them, as they arrive."""
+        return ((number, self.hidden(states_TLD)) for number, states_TLD in self.server.states(texts))
+
+    @torch.no_grad()
+    def hidden(self, states_TLD: Tensor) -> Tensor:
+        """Return the hidden states of a server's states."""
+        place = {layer: number for number, layer in enumerate(self.server.layers)}
+        device = self.ends.lm_head_VD.device
+        last_TD = self.ends.of_last_layer(states_TLD[:, -1].to(device)).to(states_TLD)
+        return torch.cat([last_TD, *(states_TLD[:, place[layer]] for layer in self.layers)], dim=-1)
+
+    def states(self, documents: Sequence[Document], dtype: torch.dtype, kept: Collection[int] = ()) -> FetchedStates:
+        """Return the states of documents in a dtype; some are read more than once."""
+        return FetchedStates(self.ends, documents, self.fetch, width=self.width, dtype=dtype, kept=kept)
+
+
+def open_source(
+    run: Run, spec: StatesSpec, ends: Ends, documents: Sequence[Document], layers: tuple[int, ...]
+) -> StatesSource:
+    """Connect to the recipe's server and let it prove itself; every process must call it.
+
+    Raises:
+        DataError: The server cannot be used, or its states are not the trunk's.
+        ChangedInputError: The run began with another server: another engine, release, model or settings.
+    """
+    inputs, accelerator, console = run.inputs, run.accelerator, run.progress.console
+    endpoint = Endpoint(
+        spec.endpoint,
+        inputs.tokenizer,
+        inputs.eos_ids,
+        len(ends.lm_head_VD),
+        api_key=read_api_key(spec.api_key_env),
+        concurrency=max(1, spec.concurrency // accelerator.num_processes),
+    )
+    endpoint.on_wait = shown_waits(console)
+    server = StatesServer(
+        endpoint,
+        served_layers(inputs, run.recipe, layers),
+        int(ends.config.hidden_size),
+        TORCH_DTYPES[stored_dtype(inputs.finetune, inputs.finetune.family)],
+        command=serving_command(inputs, run.recipe, layers),
+    )
+    endpoint.choose_model(spec.model)
+    texts = [document.input_ids.tolist() for document in documents[:: max(1, len(documents) // PROVED_TEXTS)]]
+    identity = server.identity(texts[0])
+    with accelerator.failing_together():
+        if run.is_main:
+            _require_same_server(run, endpoint, identity)
+            prove_trunk(server, texts[:PROVED_TEXTS], ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
+    return StatesSource(server, ends, layers, identity)
+
+
+def prove_trunk(
+    server: StatesServer, texts: Sequence[Sequence[int]], ends: Ends, dtype: torch.dtype, console: Console
+) -> None:
+    """Check that the server's states are the trunk's, and print at how many positions they agree."""
+
+    def logits_of(states_TD: Tensor) -> Tensor:
+        return ends.logits(ends.of_last_layer(states_TD.to(ends.lm_head_VD.device)))
+
+    with ends.computing_in(dtype):
+        positions, agreeing = prove(server, texts, logits_of)
+    url = server.endpoint.url
+    console.print(f"{url}: prefers the trunk's token at {agreeing} of {positions} positions", highlight=False)
+
+
+def _require_same_server(run: Run, endpoint: Endpoint, identity: list[object]) -> None:
+    path = run.directory.path / SERVER_FILE
+    if path.is_file() and read_json(path)["identity"] != identity:
+        raise ChangedInputError(
+            f"{endpoint.url}: is {identity}; expected {read_json(path)['identity']}, with which the run began "
+            f"({path}). Serve that again, or begin a new run."
+        )
+    write_json(path, {"identity": identity})
+
+
+def shown_waits(console: Console) -> Callable[[str], None]:
+    """Return a function that prints why requests wait; the same reason after :data:`QUIET_SECONDS` again."""
+    last = {"": 0.0}
+
+    def show(reason: str) -> None:
+        now = time.monotonic()
+        if reason not in last or now - last[reason] > QUIET_SECONDS:
+            last[reason] = now
+            console.print(f"{reason}; waiting for it.", highlight=False)
+
+    return show
