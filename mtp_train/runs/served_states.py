@@ -19,12 +19,12 @@ from torch import Tensor
 
 from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.states import StatesServer, prove
-from mtp_train.checkpoints.files import TORCH_DTYPES, read_json
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import ChangedInputError
 from mtp_train.families.served_states import states_command
-from mtp_train.heads.diagnose import stored_dtype, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
 from mtp_train.runs.inputs import Inputs
@@ -67,6 +67,8 @@ class StatesSource:
     layers: tuple[int, ...]
     """The layers whose inputs the head reads, see ``Ends.show_layers``."""
     identity: list[object]
+    dtype: torch.dtype
+    """Of the server's states."""
 
     @property
     def width(self) -> int:
@@ -112,17 +114,17 @@ def open_source(
         endpoint,
         served_layers(inputs, run.recipe, layers),
         int(ends.config.hidden_size),
-        TORCH_DTYPES[stored_dtype(inputs.finetune, inputs.finetune.family)],
         command=serving_command(inputs, run.recipe, layers),
     )
     endpoint.choose_model(spec.model)
     texts = [document.input_ids.tolist() for document in documents[:: max(1, len(documents) // PROVED_TEXTS)]]
-    identity = server.identity(texts[0])
+    ((_, first_TLD),) = server.states(texts[:1])
+    identity = server.identity()
     with accelerator.failing_together():
         if run.is_main:
             _require_same_server(run, endpoint, identity)
             prove_trunk(server, texts[:PROVED_TEXTS], ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
-    return StatesSource(server, ends, layers, identity)
+    return StatesSource(server, ends, layers, identity, first_TLD.dtype)
 
 
 def prove_trunk(

@@ -175,7 +175,7 @@ def cache_of(
         held = str(_held_dtype(run)).removeprefix("torch.")
         settings = (recipe.train.precision, recipe.model.quantization, held, *settings)
     else:
-        dtype, settings = source.server.dtype, (source.identity, *settings)
+        dtype, settings = source.dtype, (source.identity, *settings)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
     directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
     return HiddenCache(directory, documents, width=width, dtype=dtype)
