@@ -49,6 +49,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.served_states import served_layers, serving_command
 from mtp_train.runs.settings import measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
@@ -242,6 +243,8 @@ class CheckResult(Shown):
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     kernels: str | None
     """A sentence on a package of kernels that the device would use and that is not installed here."""
+    states_command: str | None
+    """The command that serves the trunk's hidden states; None for a recipe that computes them."""
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -275,6 +278,7 @@ class CheckResult(Shown):
             "precision_reason": self.precision_reason,
             "family": self.family,
             "kernels": self.kernels,
+            "states_command": self.states_command,
             "data": self.data,
             "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
@@ -344,7 +348,7 @@ class CheckResult(Shown):
             f"{_count(memory.trunk_parameters)}, frozen){several}"
         )
 
-    def _sizes(self) -> Iterator[tuple[str, str]]:
+    def _sizes(self) -> Iterator[tuple[str, str | None]]:
         memory, shards = self.memory, self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
@@ -363,6 +367,7 @@ class CheckResult(Shown):
             "hidden states",
             f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
         )
+        yield "  from a server", self.states_command
         if shards is not None:
             head = f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step"
             layers = (
@@ -464,6 +469,10 @@ def _checked(
     kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
+    served = None
+    if recipe.train.states is not None:
+        layers = served_layers(text_config, head_family.wiring.trunk_layers(text_config))
+        served = serving_command(recipe, path, raw, layers)
     return CheckResult(
         recipe=recipe,
         precision_reason=reason,
@@ -474,6 +483,7 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
+        states_command=served,
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
