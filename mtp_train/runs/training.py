@@ -53,6 +53,13 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
     return [document for document in kept if document.has_target()]
 
 
+def is_read_once(run: Run, text: Sequence[Document]) -> bool:
+    """Return whether training takes one epoch at most."""
+    data, plan = run.recipe.data, run.plan
+    epoch = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
+    return plan.max_steps * plan.sequences_per_step <= len(epoch)
+
+
 SELECTED = "selected"
 """The note of an artifact with its step and the held-out tau (teacher-forced) of that step and of the start."""
 
@@ -124,9 +131,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         documents = keep_targets(documents, set(trained_vocab.tolist()))
     training, measured = part_documents(recipe, documents)
     text = [documents[index] for index in training]
-    epoch = pack_documents(text, recipe.data.seq_len_tokens, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
-    is_read_once = run.plan.max_steps * run.plan.sequences_per_step <= len(epoch)
-    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once)
+    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once(run, text))
     module = head_training(recipe, states, head, trained_vocab)
     batches = global_batches(
         text,
