@@ -7,7 +7,7 @@ held out to select the best head, and the log. :func:`mtp_train.train.loop.train
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -142,18 +142,6 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     )
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
-
-    def make_log(resume_step: int) -> RunLog | None:
-        if not accelerator.is_main_process:
-            return None
-        return RunLog(
-            run_dir,
-            resume_step,
-            tracking=tracking_of(recipe),
-            config=recipe.model_dump(mode="json"),
-            on_log=lambda metrics: progress.update(task, description=described(metrics)),
-        )
-
     weights = train_head(
         module,
         options=train_options(recipe),
@@ -162,7 +150,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         accelerator=accelerator,
         selection=selection,
         state_dir=run_dir / STATE,
-        make_log=make_log,
+        make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
         on_step=lambda done: progress.update(task, completed=done),
     )
     said = states.close()
@@ -170,6 +158,14 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         if said:
             progress.console.print(said, highlight=False)
         save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
+
+
+def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], object], resume_step: int) -> RunLog | None:
+    """Open the log to resume at a step; None for processes that do not log."""
+    if not run.is_main:
+        return None
+    config = run.recipe.model_dump(mode="json")
+    return RunLog(run.directory.path, resume_step, tracking=tracking_of(run.recipe), config=config, on_log=on_log)
 
 
 def record_lr(run: Run, overlap: float) -> float:
