@@ -160,7 +160,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
 
 
-def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], object], resume_step: int) -> RunLog | None:
+def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], None], resume_step: int) -> RunLog | None:
     """Open the log to resume at a step; None for processes that do not log."""
     if not run.is_main:
         return None
