@@ -27,9 +27,9 @@ from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import as_object
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response
 
-FILE_WAITS, TURNS_BELOW_A_SECOND = 66, 6
-"""Waits for the file of a reply, a minute in all. The connector locks it before the reply is sent, and writes it right
-after."""
+FILE_WAITS, WAITS_A_NOTE = 66, 10
+"""Waits for the file of a reply, a minute in all, and how many are reported together. The connector locks a file before
+the reply is sent, and writes it in the engine's next step."""
 ASKED_AT_MOST = 2
 """A server that ends between a reply and its file is asked again."""
 STATES_ATTEMPTS = 14
@@ -155,7 +155,7 @@ class StatesServer:
             found = load(path)
             if found is not None:
                 return found
-            if turn > TURNS_BELOW_A_SECOND:
+            if turn % WAITS_A_NOTE == WAITS_A_NOTE - 1:
                 self.endpoint.on_wait(f"{self.endpoint.url}: has not written {path}")
             self.wait(min(0.01 * 2**turn, 1.0))
         return load(path)
