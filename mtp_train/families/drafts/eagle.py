@@ -19,7 +19,7 @@ from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import key_rules
-from mtp_train.families.spec import Family, HeadLayer, RawConfig
+from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
 
 class EagleModule(Block):
@@ -55,6 +55,7 @@ EAGLE = DraftParts(
     rules=key_rules("", {"fc.weight": "proj.weight", "layers.{module}.{rest}": "layer.{rest}"}),
     module=EagleModule,
     layer=llama.draft_layer(build_layer=_without_input_norm),
+    wiring=Wiring(final_norm=False),
     serving=_serving_eagle,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
@@ -178,9 +179,7 @@ EAGLE3 = DraftParts(
     ),
     module=Eagle3Module,
     layer=llama.draft_layer(build_layer=_reading_two),
-    convention=Convention(hidden="of_layers", recycle="before_final_norm"),
-    final_norm=True,
-    trunk_layers=_trunk_layers,
+    wiring=Wiring(trunk_layers=_trunk_layers, default=Convention(hidden="of_layers", recycle="before_final_norm")),
     serving=_serving,
     format=DraftFormat(
         written_as=("LlamaForCausalLMEagle3",),

@@ -15,7 +15,7 @@ from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, dra
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no, remarked
 from mtp_train.families.layouts import key_rules
-from mtp_train.families.spec import Family, HeadLayer, RawConfig
+from mtp_train.families.spec import Family, RawConfig, Wiring
 
 _NO_MEDUSA = no("has no Medusa")
 
@@ -44,10 +44,6 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _residual(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return ResidualBlock(config.hidden_size)
-
-
 def _config(
     layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
 ) -> dict[str, Any]:
@@ -72,8 +68,8 @@ MEDUSA = DraftParts(
     prefixes=("blocks.",),
     rules=key_rules("blocks.", {"{module}.layers.0.{rest}": "layer.linear.{rest}"}),
     module=MedusaModule,
-    layer=draft_layer(build_layer=_residual, rotary=None),
-    convention=Convention(recycle="trunk"),
+    layer=draft_layer(build_layer=lambda classes, config, layer_idx: ResidualBlock(config.hidden_size), rotary=None),
+    wiring=Wiring(final_norm=False, default=Convention(recycle="trunk")),
     serving=_serving,
     format=DraftFormat(
         written_as=("MedusaModel",),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, complete
+from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
 from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
 
@@ -90,11 +90,8 @@ class DraftParts:
     module: Callable[[Family, PretrainedConfig, int], Block]
     """The family's record, the config of the head's layers and the number of the module to the module."""
     layer: HeadLayer
-    convention: Convention = field(default_factory=Convention)
-    final_norm: bool = False
-    """Whether a norm stands in front of the lm_head."""
-    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda text_config: ()
-    """Text config to the trunk's layers whose input the head reads. Empty: the head reads the last hidden state."""
+    wiring: Wiring
+    """Without conventions: every engine wires the head by the default."""
     serving: Callable[[str], Mapping[str, EngineSupport]]
     """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
@@ -173,12 +170,7 @@ def of_kind(family: Family, kind: str) -> Family:
         keys=replace(
             family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared=(), num_sublayers=lambda config: 1
         ),
-        wiring=Wiring(
-            final_norm=parts.final_norm,
-            trunk_layers=parts.trunk_layers,
-            default=parts.convention,
-            conventions=dict.fromkeys(_SERVERS, parts.convention),
-        ),
+        wiring=replace(parts.wiring, conventions=dict.fromkeys(_SERVERS, parts.wiring.default)),
         layer=parts.layer,
         engines=draft_engines(kind, family.wrapper or family.name),
     )
