@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,9 +92,13 @@ class DraftParts:
     layer: HeadLayer
     wiring: Wiring
     """Without conventions: every engine wires the head by the default."""
-    serving: Callable[[str], Mapping[str, EngineSupport]]
-    """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
+    serving: Mapping[str, tuple[EngineSupport, Collection[str]]]
+    """Engine to its entry, and the trunks for which it holds: names of families, and model types of wrappers. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
+    other_trunks: EngineSupport
+    """The entry of these engines for all other trunks."""
+    other_engines: EngineSupport
+    """The entry of the engines that are not in ``serving``."""
     format: DraftFormat
 
 
@@ -138,7 +142,9 @@ def draft_engines(kind: str, trunk: str) -> Mapping[str, EngineSupport]:
     Args:
         trunk: The family's name, or the wrapper's model type for a trunk inside of a vision-language model.
     """
-    return complete(parts_of(find_head_kind(kind)).serving(trunk))
+    parts = parts_of(find_head_kind(kind))
+    served = {engine: one if trunk in trunks else parts.other_trunks for engine, (one, trunks) in parts.serving.items()}
+    return complete({**dict.fromkeys((*_SERVERS, "transformers"), parts.other_engines), **served})
 
 
 def serves_draft_vocab(kind: str) -> bool:
@@ -168,7 +174,7 @@ def of_kind(family: Family, kind: str) -> Family:
         title=f"{found.title} for {family.title}",
         declaration=Declaration(count=None),
         keys=replace(
-            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared=(), num_sublayers=lambda config: 1
+            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared={}, num_sublayers=lambda config: 1
         ),
         wiring=replace(parts.wiring, conventions=dict.fromkeys(_SERVERS, parts.wiring.default)),
         layer=parts.layer,

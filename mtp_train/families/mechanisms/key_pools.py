@@ -103,22 +103,16 @@ class PoolIndexer:
         pools = store.write_pools(Pools(self.pooled(inputs_BTNX), ending_BTN), number_BT)
         age_N = torch.arange(size - 1, -1, -1, device=place_BT.device)
         rest_BTN = ending_BTN.masked_fill(age_N >= num_left_BT[..., None], -1)
-        return _best(pools, self.scores(query, pools.keys_BPX), seen_BTS, num_keys // size), rest_BTN
-
-
-def _best(pools: Pools, scores_BTP: Tensor, seen_BTS: Tensor, num_chosen: int) -> Tensor:
-    """Return the slots of the best pools' keys, (B, T, num_chosen * N), -1 for none.
-
-    A query may attend to a pool if it may attend to the pool's last key.
-    """
-    last_BP, num_keys = pools.slots_BPN[..., -1], seen_BTS.shape[-1]
-    there_B1P = ((last_BP >= 0) & (last_BP < num_keys))[:, None]
-    seen_BTP = seen_BTS.gather(-1, last_BP.clamp(0, num_keys - 1)[:, None].expand_as(scores_BTP)) & there_B1P
-    scores_BTP = scores_BTP.masked_fill(~seen_BTP, torch.finfo(scores_BTP.dtype).min)
-    best_BTK = scores_BTP.topk(min(num_chosen, scores_BTP.shape[-1]), dim=-1).indices
-    rows_B11 = torch.arange(len(best_BTK), device=best_BTK.device)[:, None, None]
-    slots_BTKN = pools.slots_BPN[rows_B11, best_BTK].masked_fill(~seen_BTP.gather(-1, best_BTK)[..., None], -1)
-    return slots_BTKN.flatten(2)
+        scores_BTP = self.scores(query, pools.keys_BPX)
+        last_BP, num_slots = pools.slots_BPN[..., -1], seen_BTS.shape[-1]
+        # A query may attend to a pool if it may attend to the pool's last key.
+        there_B1P = ((last_BP >= 0) & (last_BP < num_slots))[:, None]
+        seen_BTP = seen_BTS.gather(-1, last_BP.clamp(0, num_slots - 1)[:, None].expand_as(scores_BTP)) & there_B1P
+        scores_BTP = scores_BTP.masked_fill(~seen_BTP, torch.finfo(scores_BTP.dtype).min)
+        best_BTK = scores_BTP.topk(min(num_keys // size, scores_BTP.shape[-1]), dim=-1).indices
+        rows_B11 = torch.arange(len(best_BTK), device=best_BTK.device)[:, None, None]
+        slots_BTKN = pools.slots_BPN[rows_B11, best_BTK].masked_fill(~seen_BTP.gather(-1, best_BTK)[..., None], -1)
+        return slots_BTKN.flatten(2), rest_BTN
 
 
 class GatedPools(PoolIndexer):

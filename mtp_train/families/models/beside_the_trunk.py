@@ -34,7 +34,6 @@ from mtp_train.families.spec import (
     Keys,
     RawConfig,
     RecurrentKernels,
-    SharedKey,
     Streams,
     TrunkClass,
     TrunkTraits,
@@ -304,7 +303,7 @@ LONGCAT_FLASH = Family(
                 "layers.{module}.{rest}": "layer.{rest}",
             },
         ),
-        shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
+        shared={"model.mtp.embed_tokens.weight": "{trunk}embed_tokens.weight"},
     ),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer(
@@ -476,10 +475,6 @@ class _LayersInTurn(nn.Module):
         return hidden_states
 
 
-def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return _LayersInTurn([classes.stock_layer(config, number) for number in range(len(config.layers_block_type))])
-
-
 def _unlimited_time_steps(decoder: Any) -> None:
     """Remove the bound that transformers puts on time steps in a forward of several tokens.
 
@@ -525,7 +520,9 @@ NEMOTRON_H = Family(
         ),
         layer="Block",
         rotary=None,
-        build_layer=_build_layer,
+        build_layer=lambda classes, config, layer_idx: _LayersInTurn(
+            [classes.stock_layer(config, number) for number in range(len(config.layers_block_type))]
+        ),
     ),
     trunk=TrunkTraits(
         final_norm="norm_f",
