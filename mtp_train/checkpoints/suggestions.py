@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.files import CONFIG_FILE
+from mtp_train.families.engines import quoted_json
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def export_command(checkpoint: str) -> str:
 def draft_model_flag(path: str, depth: int) -> str:
     """Return vLLM's flag for drafting with a head in a directory of its own."""
     config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}
-    return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+    return f"--speculative-config {quoted_json(config)}"
 
 
 def retrain_command(finetune: str, base: str, data: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
