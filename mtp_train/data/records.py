@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,9 +179,10 @@ def parsed_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [child for one in level for child in _children(one) if isinstance(child, (dict, list))]
+    level: list[Any] = [[value]]
+    for _ in range(MAX_NESTING + 2):
+        members = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [child for some in members for child in some if isinstance(child, (dict, list))]
         if not level:
             return value
     raise ValueError(too_deep)
@@ -193,10 +194,6 @@ def require_utf8(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("not UTF-8") from None
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _turn(role: str, content: object) -> Message:
@@ -269,10 +266,7 @@ def _parse_message(value: object, where: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
-    message["content"] = _joined(message.get("content"))
-    if not isinstance(message["content"], str):
-        kind = UnsupportedRecordError if _has_other_parts(message["content"]) else DataError
-        raise _refused(where, f"content is {_shown(message['content'])}", "text", kind)
+    message["content"] = _text_of(message.get("content"), where)
     _require_unicode(message["content"], "content", where)
     if len(message) > 2:
         # Templates may write further fields.
@@ -328,21 +322,16 @@ def require_text_only(row: Mapping[str, object], where: str) -> None:
             raise _refused(where, f"{column} has a value", "text alone", UnsupportedRecordError)
 
 
-def _has_other_parts(content: object) -> bool:
-    """Return whether content is a list of parts with types, and one of them is not text."""
-    if not isinstance(content, list):
-        return False
-    types = [part.get("type") if isinstance(part, Mapping) else None for part in content]
-    return all(isinstance(one, str) for one in types) and any(one != "text" for one in types)
-
-
-def _joined(content: object) -> object:
-    """Join content in parts (the format of vision-language chats) to one text, if all parts are text."""
-    if not isinstance(content, list) or not content:
+def _text_of(content: object, where: str) -> str:
+    """Return the text of a message, whose content may be a list of parts, as in chats of vision-language models."""
+    if isinstance(content, str):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    whole = [text for text in texts if isinstance(text, str)]
-    return "".join(whole) if len(whole) == len(content) else content
+    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, list) else []
+    if parts and all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    types = [part.get("type") for part in parts if part.get("type") != "text"]
+    kind = UnsupportedRecordError if types and all(isinstance(one, str) for one in types) else DataError
+    raise _refused(where, f"content is {_shown(content)}", "text", kind)
 
 
 def _without_nulls(value: Any) -> Any:

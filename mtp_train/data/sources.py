@@ -351,7 +351,13 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
     first = next(lines, (1, "[]"))
     if isinstance(json_or_text(first[1]), dict):
         for number, line in chain([first], lines):
-            yield _object(line, file, number)
+            try:
+                row = parsed_json(line)
+            except ValueError as error:
+                raise _BadLineError(file, number, error) from error
+            if not isinstance(row, dict):
+                raise _BadLineError(file, number, "no object")
+            yield row
         return
     try:
         value = parsed_json(first[1] + stream.read())
@@ -361,16 +367,6 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
         if not isinstance(entry, dict):
             raise ValueError(f"record {number} is not an object")
         yield entry
-
-
-def _object(line: str, file: str, number: int) -> Row:
-    try:
-        value = parsed_json(line)
-    except ValueError as error:
-        raise _BadLineError(file, number, error) from error
-    if not isinstance(value, dict):
-        raise _BadLineError(file, number, "no object")
-    return value
 
 
 def local_files(path: str, name: str) -> list[Path] | None:

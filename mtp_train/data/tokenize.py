@@ -117,7 +117,11 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens
     content = record.content
     if isinstance(content, Chat):
         return chat_documents(tokenizer, content, record.where)
-    eos = eos_token(tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "tokenizer: no end-of-text token; expected one to close documents. Set eos_token in tokenizer_config.json."
+        )
+    eos = int(tokenizer.eos_token_id)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
         response_ids = _closed(raw_tokens(tokenizer, str(content.response), start=False), eos)
@@ -285,19 +289,6 @@ def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]
     return prompt_ids
 
 
-def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the end-of-text token.
-
-    Raises:
-        DataError: The tokenizer has none.
-    """
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "tokenizer: no end-of-text token; expected one to close documents. Set eos_token in tokenizer_config.json."
-        )
-    return int(tokenizer.eos_token_id)
-
-
 def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> list[Tokens]:
     """Return the documents of a chat: every assistant turn is a target once, after the history it was generated from.
 
@@ -350,7 +341,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> _Turn:
     spoken = _restored(chat.messages[-1], before, text)
     if spoken is not None:
         return _Turn(before + spoken, (len(before), len(before + spoken)))
-    start = _shared(before, text)
+    start = shared_start(before, text)
     # A generation prompt may open the thinking of a turn that has none.
     opening = before.rstrip().removesuffix(THINKING_STARTS)
     if start < len(before) and opening != before.rstrip() and text.startswith(opening):
@@ -370,7 +361,7 @@ def _restored(message: Message, before: str, text: str) -> str | None:
     Args:
         text: The chat up to and including the turn, as the template renders it.
     """
-    written = text[_shared(before, text) :]
+    written = text[shared_start(before, text) :]
     is_opened = before.rstrip().endswith(THINKING_STARTS)
     thinking, _, answer = _said(message, written, is_opened).rpartition(THINKING_ENDS)
     thinking = thinking.lstrip().removeprefix(THINKING_STARTS)
@@ -404,8 +395,9 @@ def _said(message: Message, written: str, is_opened: bool) -> str:
     return content
 
 
-def _shared(first: str, second: str) -> int:
-    if second.startswith(first):
+def shared_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of characters or tokens at their start that two texts share."""
+    if second[: len(first)] == first:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(second))
