@@ -54,7 +54,10 @@ def _run(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    if _means_recipe(arguments[0]):
+    # A recipe's path, or a name so close to one that no command is taken for it; `run` corrects a mistyped name.
+    if arguments[0].endswith((".yaml", ".yml")) or difflib.get_close_matches(
+        arguments[0], [recipe.name for recipe in mtp.recipes().recipes], n=1, cutoff=0.8
+    ):
         arguments.insert(0, "run")
     args = parse(parser, arguments)
     quieten_libraries(verbose=args.verbose)
@@ -75,15 +78,6 @@ def _run(arguments: list[str]) -> int:
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
-
-
-def _means_recipe(word: str) -> bool:
-    """Return whether the first word is a recipe: a path, or a name, which ``run`` corrects if it is mistyped."""
-    if word.endswith((".yaml", ".yml")):
-        return True
-    names = [recipe.name for recipe in mtp.recipes().recipes]
-    # Close enough that no command is taken for a recipe.
-    return bool(difflib.get_close_matches(word, names, n=1, cutoff=0.8))
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -152,15 +146,8 @@ Handler = Callable[[argparse.Namespace], Any]
 """Returns a result of the public API, or what to print of it."""
 
 
-AddArgument = Callable[..., Any]
-"""``add_argument`` of a command."""
-
-
-class WithDefaults(argparse.HelpFormatter):
+class WithDefaults(argparse.RawDescriptionHelpFormatter):
     """Print the default of every option, unless its help already contains one; do not break examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("example: ") else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -374,7 +361,7 @@ def _add_decoding(commands: Any) -> None:
     _add_grid(compare.add_argument)
 
 
-def _add_generate(add: AddArgument) -> None:
+def _add_generate(add: Any) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
@@ -393,7 +380,7 @@ def _add_generate(add: AddArgument) -> None:
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 
 
-def _add_evaluate(add: AddArgument) -> None:
+def _add_evaluate(add: Any) -> None:
     subject = "a checkpoint, or the directory of a run: its trunk and its trained head"
     add("checkpoint", metavar="CKPT|RUN", help=subject)
     add("--head", help=f"{_DRAFTER} (default: its own)")
@@ -406,12 +393,12 @@ def _add_evaluate(add: AddArgument) -> None:
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
 
 
-def _add_server(add: AddArgument) -> None:
+def _add_server(add: Any) -> None:
     add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
-def _add_grid(add: AddArgument) -> None:
+def _add_grid(add: Any) -> None:
     suites = "builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file"
     add("--suite", default="auto", help=suites)
     add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
@@ -430,7 +417,7 @@ def _add_grid(add: AddArgument) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 
 
-def _add_variables(add: AddArgument) -> None:
+def _add_variables(add: Any) -> None:
     variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
     given = {"nargs": "+", "action": "extend", "type": _variable, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)

@@ -146,14 +146,14 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     prompt, response = values.get("prompt"), values.get("response")
     if "instruction" in values:
         asked = [name for name in ("instruction", "input") if name == "instruction" or values.get(name)]
-        prompt = [_turn("user", "\n".join(parse_text(values[name], name, where) for name in asked))]
+        prompt = [{"role": "user", "content": "\n".join(parse_text(values[name], name, where) for name in asked)}]
         response = values.get("output")
     if "prompt" in values and not isinstance(prompt, (list, tuple)):
         answer = None if response is None else parse_text(response, "response", where)
         return PromptResponse(parse_text(prompt, "prompt", where), answer)
     messages = values.get("messages")
     if isinstance(prompt, (list, tuple)):
-        answered = response if isinstance(response, (list, tuple)) else [_turn("assistant", response)]
+        answered = response if isinstance(response, (list, tuple)) else [{"role": "assistant", "content": response}]
         messages = [*prompt, *(answered if response is not None else ())]
     chat = parse_messages(messages, where)
     variables = _variables(values, where)
@@ -162,7 +162,7 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
         return replace(chat, variables=variables)
     if chat.messages[0]["role"] == "system":
         raise _refused(where, "a system column beside a system message", "one of them")
-    first = _turn("system", parse_text(system, "system", where))
+    first = {"role": "system", "content": parse_text(system, "system", where)}
     return Chat((first, *chat.messages), variables)
 
 
@@ -194,10 +194,6 @@ def require_utf8(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("not UTF-8") from None
-
-
-def _turn(role: str, content: object) -> Message:
-    return {"role": role, "content": content}
 
 
 def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -262,7 +258,12 @@ def _parse_message(value: object, where: str) -> Message:
     if message.get("role") not in ROLES:
         raise _refused(where, f"role {_shown(role)}", f"one of {', '.join(ROLES)}")
     if role == "function_call":
-        message |= _called(message.get("content"), where)
+        # The tool calls of ShareGPT: one call or a list of calls as JSON text.
+        found = json_or_text(message.get("content"))
+        calls = found if isinstance(found, list) else [found]
+        if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+            raise _refused(where, f"function_call is {_shown(message.get('content'))}", "JSON with name and arguments")
+        message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     if "tool_calls" in message:
         message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
@@ -272,15 +273,6 @@ def _parse_message(value: object, where: str) -> Message:
         # Templates may write further fields.
         _require_unicode(json.dumps(message, ensure_ascii=False, default=str), "the message", where)
     return message
-
-
-def _called(content: object, where: str) -> Message:
-    """Return the tool calls of a ShareGPT message, which is one call or a list of calls as JSON text."""
-    found = json_or_text(content)
-    calls = found if isinstance(found, list) else [found]
-    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise _refused(where, f"function_call is {_shown(content)}", "JSON with name and arguments")
-    return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:

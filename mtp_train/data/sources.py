@@ -209,12 +209,8 @@ class _Source:
 
     @property
     def place(self) -> Path:
+        """The id on the hub, or the path."""
         return Path(self.path).expanduser()
-
-    @property
-    def _dataset(self) -> str:
-        """The id on the hub, or the directory."""
-        return self.path if self.files is None else str(self.place)
 
     def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
         """Return the column names and the rows, some of which are decoded only when they are asked for.
@@ -235,17 +231,38 @@ class _Source:
 
     @contextmanager
     def _unreadable_is_named(self) -> Iterator[None]:
+        """Raise a DataError for a source that cannot be read; for JSON lines it names the faulty line."""
         try:
             yield
         except UNREADABLE as error:
-            raise _unreadable(self.name, self.files, error) from error
+            cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+            name, files = self.name, self.files
+            if files is None:
+                raise DataError(
+                    f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that "
+                    "split. Check the spelling, the split and the network."
+                ) from error
+            if "zstd" in cause:
+                raise DataError(
+                    f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard."
+                ) from error
+            if isinstance(error, _BadLineError):
+                file, number, cause = error.args
+                name = f"{name if len(files) == 1 else file}, line {number}"
+            raise DataError(
+                f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split "
+                "is `train`. Repair the file, or correct the split."
+            ) from error
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
         if is_saved(self.place):
-            table = _saved(self.place, self.split)
+            whole = datasets.load_from_disk(str(self.place))
+            splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
+            parts = [splits[name].select(part) for name, part in _parts(self.split, splits)]
+            table = datasets.concatenate_datasets(parts)
         elif self.files is None or self.place.is_dir():
-            table = datasets.load_dataset(self._dataset, self.config, split=self.split)
+            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
             kind = BUILDERS[_suffix(self.files[0])]
             table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
@@ -265,7 +282,7 @@ class _Source:
             return None
         if files is not None and not place.is_dir():
             return {"train": [str(file) for file in files]}
-        builder = datasets.load_dataset_builder(self._dataset, self.config)
+        builder = datasets.load_dataset_builder(str(place), self.config)
         is_json = isinstance(builder, JsonBuilder)
         if (files is None and not is_json) or (is_json and builder.config.field is not None):
             return None
@@ -299,12 +316,6 @@ def is_saved(directory: Path) -> bool:
     files = DATASETDICT_JSON_FILENAME, DATASET_STATE_JSON_FILENAME, DATASET_INFO_FILENAME
     of_splits, *of_one = ((directory / file).is_file() for file in files)
     return of_splits or all(of_one)
-
-
-def _saved(directory: Path, split: str) -> datasets.Dataset:
-    whole = datasets.load_from_disk(str(directory))
-    splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-    return datasets.concatenate_datasets([splits[name].select(part) for name, part in _parts(split, splits)])
 
 
 def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
@@ -416,25 +427,6 @@ def _suffix(file: Path) -> str:
     """Return the suffix of a file's format, without a suffix of compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
-
-
-def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> DataError:
-    """Return the error for a source that cannot be read; for JSON lines it names the faulty line."""
-    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-    if files is None:
-        return DataError(
-            f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. "
-            "Check the spelling, the split and the network."
-        )
-    if "zstd" in cause:
-        return DataError(f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard.")
-    if isinstance(error, _BadLineError):
-        file, number, cause = error.args
-        name = f"{name if len(files) == 1 else file}, line {number}"
-    return DataError(
-        f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split is "
-        "`train`. Repair the file, or correct the split."
-    )
 
 
 def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:

@@ -194,14 +194,11 @@ def _timed(
         watch.run(SPEED_PASSES, partial(progress.advance, task))
         found = joined(processes.gather([watch.records]), {context: few})
         spent = max(processes.gather([time.perf_counter() - begun]))
-        if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
+        plain = _arm(arms, arms.plain_arm, decoded, found, {})
+        pairs = [_arm(arms, name, decoded, found, {}).against(plain, setting) for name, setting in lanes[1:]]
+        decided = not any(speedup is not None and speedup.needs_passes for speedup in map(measured_speedup, pairs))
+        if decided or spent * (1 + 1 / measures) > SPEED_SECONDS:
             return found
-
-
-def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
-    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
-    pairs = [_arm(arms, name, decoded, timed, {}).against(plain, setting) for name, setting in lanes[1:]]
-    return any(speedup is not None and speedup.needs_passes for speedup in map(measured_speedup, pairs))
 
 
 def _dense(

@@ -306,10 +306,9 @@ def read_record(record: type[T], raw: str | bytes | Mapping[str, Any], where: st
     Raises:
         DataError: A field is missing, unknown or of another type; ``where`` is the start of the message.
     """
-    reader: TypeAdapter[Any] = _reader(record)
+    reader = _reader(record)
     try:
-        found: T = reader.validate_json(raw) if isinstance(raw, str | bytes) else reader.validate_python(raw)
-        return found
+        return reader.validate_json(raw) if isinstance(raw, str | bytes) else reader.validate_python(raw)
     except ValidationError as error:
         named = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}" for one in error.errors()[:3]]
         raise DataError(

@@ -315,7 +315,13 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
     """
     pairs = [(*pair, pair[0].trunk == pair[1].trunk) for pair in combinations(arms, 2)]
     pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in combinations(servers, 2)]
-    return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
+    found = [row for first, second, same in pairs for row in _compare(first, second, same)]
+    differs: dict[ArmComparison, bool] = {}
+    # Holm's correction, separately for all tasks together and for single tasks.
+    for of_all in (True, False):
+        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
+        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
+    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Iterator[ArmComparison]:
@@ -341,15 +347,6 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Itera
                 delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
                 delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
             )
-
-
-def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
-    """Set ``differs`` by Holm's correction, separately for all tasks together and for single tasks."""
-    differs: dict[ArmComparison, bool] = {}
-    for of_all in (True, False):
-        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
-        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
-    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -417,5 +414,4 @@ def _standardised(sums_X4B: FloatArray) -> FloatArray:
         share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
         weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
         mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
-        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
-    return difference_X
+        return (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)

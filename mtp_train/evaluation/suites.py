@@ -238,10 +238,10 @@ def _records_of(name: str) -> list[Record]:
 
 
 def suite_location(name: str) -> str | None:
-    """Return the file or dataset that a suite is read from; None for a suite of the package."""
+    """Return the file or dataset that a suite is read from; None for the demo's, which are several."""
     kind, _, location = name.partition(":")
     if name in (BUILTIN, DEMO):
-        return None
+        return str(BUILTIN_FILE) if name == BUILTIN else None
     return location if kind in BENCHMARKS and location else name
 
 

@@ -141,17 +141,19 @@ class _SaveWithHead:
         """Save as transformers does, then add the head. A failure to add it is logged and does not stop training."""
         directory = Path(save_directory)
         overwrites = is_main_process and directory.resolve() == self.base.path.resolve()
-        held = _values(self.base) if overwrites else None
-        trained = self.trained is not None
+        held = None
         if is_main_process and self.trained is not None:
             held = self.trained()
+        elif overwrites:
+            layout = layout_of(self.base)
+            held = [pending.load().clone() for pending in native_head_of(self.base, layout, layout).tensors]
         type(self.model).save_pretrained(self.model, save_directory, is_main_process, state_dict, **settings)
         # DeepSpeed first saves a file without tensors, which it removes again.
         is_empty = state_dict is not None and not state_dict
         if not is_main_process or is_empty or not _holds_model(directory):
             return
         try:
-            put_head(directory, self.base, held, trained=trained)
+            put_head(directory, self.base, held, trained=self.trained is not None)
             if overwrites:
                 self.base = open_checkpoint(directory)
         except (MtpError, OSError) as error:
@@ -170,11 +172,6 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, 
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
         head = replace(head, tensors=tuple(tensors), trained=trained or head.trained)
     add_in_place(saved, plan.layout, head)
-
-
-def _values(base: Checkpoint) -> list[Tensor]:
-    layout = layout_of(base)
-    return [pending.load().clone() for pending in native_head_of(base, layout, layout).tensors]
 
 
 def _holds_model(directory: Path) -> bool:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
@@ -39,8 +39,7 @@ MAX_LABEL_CHARS = 26
 INTERVALS = "with 95 % intervals over groups of prompts"
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """Colour and marker of an arm, the same in every figure."""
 
     colour: str

@@ -147,7 +147,7 @@ def difference_table(report: Report) -> TextTable | None:
             pair_words(row),
             signed(row.delta_tau, row.delta_tau_ci95),
             str(row.groups),
-            _p_value(row.p_value),
+            "<0.001" if row.p_value is not None and row.p_value < 0.001 else format_number(row.p_value, 3),
             "yes" if row.differs else "no",
             signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
             difference_words(row),
@@ -156,12 +156,6 @@ def difference_table(report: Report) -> TextTable | None:
     ]
     columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
     return make_table(columns, {"": rows}, "prose")
-
-
-def _p_value(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 
 def gate_table(gate: GateVerdict | None) -> TextTable | None:

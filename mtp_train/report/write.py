@@ -58,10 +58,6 @@ class Section:
     """Names and values."""
 
     @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-").strip("?")
-
-    @property
     def is_empty(self) -> bool:
         return not (any(self.statements) or self.figures or self.table or self.samples or self.rows)
 
@@ -215,10 +211,15 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     ``config`` is shown with it.
     """
     with tracking.opened(out, config or report.settings) as trackers:
-        numbers = report_numbers(report)
         for name, tracker in trackers.items():
+            numbers: dict[str, Any] = {**report_numbers(report)}
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
-            tracker.log(numbers | _wandb_page(out) if name == "wandb" else numbers)
+            page = out / PAGE_FILE
+            if name == "wandb" and page.is_file():
+                import wandb
+
+                numbers |= {"report": wandb.Html(page.read_text(encoding="utf-8"))}
+            tracker.log(numbers)
 
 
 def report_numbers(report: Report) -> dict[str, float]:
@@ -238,10 +239,3 @@ def report_numbers(report: Report) -> dict[str, float]:
         low, high = report.gate.delta_tau_ci95 or (None, None)
         found |= {"gate/passed": float(report.gate.passed), "gate/delta_tau_low": low, "gate/delta_tau_high": high}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _wandb_page(out: Path) -> dict[str, Any]:
-    import wandb
-
-    page = out / PAGE_FILE
-    return {"report": wandb.Html(page.read_text(encoding="utf-8"))} if page.is_file() else {}

@@ -29,7 +29,7 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
-from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
+from mtp_train.evaluation.suites import suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import Shown, as_text, quiet_progress
@@ -258,7 +258,10 @@ def evaluate(
     subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
-        _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
+        given = {"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only}
+        for flag, value in given.items():
+            if value:
+                raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
     else:
         servers = [
             Server(
@@ -408,7 +411,7 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
         for label, contents in run.contents.items()
         if label.startswith("data.sources.")
     ]
-    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
+    place = suite_location(suite)
     files = local_files(place, suite) if place is not None and sources else None
     if not files:
         return ""
@@ -435,11 +438,3 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
                 "or name the run's trunk."
             )
     return arm_of_run(Path(checkpoint))
-
-
-def _refuse_server_flags(**given: Any) -> None:
-    for name, value in given.items():
-        if value:
-            raise DataError(
-                f"--{name.replace('_', '-')}: given without --endpoint; expected a server. Add --endpoint URL."
-            )
