@@ -195,8 +195,10 @@ def _judge(test: _Test, own_level: float, level: float, num_settings: int) -> tu
     if bounds is not None:
         low, high = map(test.figure_of, bounds)
         lies = {"above": "lies above", "below": "lies below", "neither": "does not lie above"}[verdict]
-        told = f"{test.told}: the {100 * (1 - decides_at):.4g} % interval of {test.figure}, [{low:.3f}, {high:.3f}], "
-        told += f"{lies} {limit:.4g}"
+        told = (
+            f"{test.told}: the {100 * (1 - decides_at):.4g} % interval of {test.figure}, [{low:.3f}, {high:.3f}], "
+            f"{lies} {limit:.4g}"
+        )
     if verdict == "neither" and detectable is not None:
         told += f" (a gain of {detectable:.2f} would have been seen with probability {POWER:g})"
     return replace(test.found, verdict=verdict, detectable_gain=detectable), told

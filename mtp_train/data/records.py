@@ -90,8 +90,7 @@ def with_variables(record: Record, defaults: Mapping[str, Any]) -> Record:
     """Return a record whose chat hands these variables to the template where it has none of that name."""
     if not defaults or not isinstance(record.content, Chat):
         return record
-    variables = {**defaults, **record.content.variables}
-    return replace(record, content=replace(record.content, variables=variables))
+    return replace(record, content=replace(record.content, variables={**defaults, **record.content.variables}))
 
 
 def content_group(content: Content) -> str:

@@ -259,13 +259,15 @@ class _Source:
         if is_saved(self.place):
             whole = datasets.load_from_disk(str(self.place))
             splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-            parts = [splits[name].select(part) for name, part in _parts(self.split, splits)]
-            table = datasets.concatenate_datasets(parts)
+            table = datasets.concatenate_datasets(
+                [splits[name].select(part) for name, part in _parts(self.split, splits)]
+            )
         elif self.files is None or self.place.is_dir():
             table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
-            kind = BUILDERS[_suffix(self.files[0])]
-            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
+            table = datasets.load_dataset(
+                BUILDERS[_suffix(self.files[0])], data_files=[str(file) for file in self.files], split=self.split
+            )
         stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
         rows = iter(stream.decode(False) if stream.features else stream)

@@ -119,8 +119,11 @@ class TrunkArms:
         )
 
     def request(self, prompt: Prompt, setting: Setting, max_new_tokens: int) -> Request:
-        sampling = setting.sampling(noise_seed(prompt.id, self.seed))
-        return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        return Request(
+            prompt_ids=prompt.prompt_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=setting.sampling(noise_seed(prompt.id, self.seed)),
+        )
 
 
 def measure_trunk(
@@ -152,8 +155,9 @@ def measure_trunk(
     depth, plain = max(one.depth for one in settings), of_arm(decoded, arms.plain_arm)
     dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
-        rows = dense[name][setting.temperature, setting.context_tokens]
-        decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
+        decoded[name, setting] = replayed(
+            dense[name][setting.temperature, setting.context_tokens], plain[setting.plain], setting.depth
+        )
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
     first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
     return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]

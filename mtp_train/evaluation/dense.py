@@ -115,9 +115,15 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
         while text.prompt_tokens > 1 and last + depth < agreed_KT.shape[1]:
             accepted.append(int(agreed_KT[np.arange(depth), last + 1 + np.arange(depth)].cumprod().sum()))
             last += accepted[-1] + 1
-        drafted = (depth,) * len(accepted)
-        token_ids = text.token_ids[: last + 1]
-        found.append(replace(text, token_ids=token_ids, drafted=drafted, accepted=tuple(accepted), check=None))
+        found.append(
+            replace(
+                text,
+                token_ids=text.token_ids[: last + 1],
+                drafted=(depth,) * len(accepted),
+                accepted=tuple(accepted),
+                check=None,
+            )
+        )
     return found
 
 

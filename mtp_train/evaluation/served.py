@@ -132,8 +132,14 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
     with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
         # Servers of one trunk name its files differently.
-        trunk = endpoint.model if server.name == SERVED else server.checkpoint
-        return measure_endpoint(endpoint, prompts, grid, progress, arm=server.name, trunk=trunk)
+        return measure_endpoint(
+            endpoint,
+            prompts,
+            grid,
+            progress,
+            arm=server.name,
+            trunk=endpoint.model if server.name == SERVED else server.checkpoint,
+        )
 
 
 def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int) -> Endpoint:
@@ -200,8 +206,11 @@ def measure_endpoint(
     drafts = None if None in pooled else any(one.rounds for one in pooled if one is not None)
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
     measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
-    cells = tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured))
-    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts))
+    return Served(
+        arm=measured,
+        cells=tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured)),
+        document=_document(endpoint, asked, drafts),
+    )
 
 
 def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
@@ -216,8 +225,11 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
 
 
 def _request(prompt: Prompt, temperature: float, grid: EvaluationGrid) -> Request:
-    sampling = Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed))
-    return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=grid.max_new_tokens, sampling=sampling)
+    return Request(
+        prompt_ids=prompt.prompt_ids,
+        max_new_tokens=grid.max_new_tokens,
+        sampling=Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed)),
+    )
 
 
 def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:

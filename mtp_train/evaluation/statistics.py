@@ -98,8 +98,10 @@ class MeasuredArm:
 
     def against(self, other: MeasuredArm, setting: Setting) -> Pair:
         """Return the counts of this arm and of another one at a setting, on the prompts of both."""
-        timed = paired(self.counts(setting, timed=True), other.counts(setting, timed=True))
-        return Pair(*paired(self.counts(setting), other.counts(setting)), *timed)
+        return Pair(
+            *paired(self.counts(setting), other.counts(setting)),
+            *paired(self.counts(setting, timed=True), other.counts(setting, timed=True)),
+        )
 
 
 def paired(
@@ -287,8 +289,10 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
-        told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
-        verdict = replace(verdict, reason=told)
+        verdict = replace(
+            verdict,
+            reason=f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?",
+        )
     return verdict
 
 
@@ -382,8 +386,9 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     total_4B = pair_G4B.sum(axis=0)
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
-    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
-    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), count_G2)
+    return judge_difference(
+        float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), pair_G4B[:, ::2].sum(axis=-1)
+    )
 
 
 def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArray:

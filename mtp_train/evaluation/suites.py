@@ -70,8 +70,9 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
             ) from None
 
     records: list[Record] = []
-    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
-    for number, row, (content, unread) in read_each(rows, name, read):
+    for number, row, (content, unread) in read_each(
+        load_rows(location, config=layout.hub_config, split=layout.split, name=name), name, read
+    ):
         where = f"{name}, record {number}"
         task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
         if task == ALL_TASKS:
@@ -81,8 +82,15 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
             )
         parse_text(task, "the task", where)
         group = row.get(GROUP_FIELD)
-        named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
-        records.append(Record(f"{stem}#{number}", named, content, unread, task))
+        records.append(
+            Record(
+                f"{stem}#{number}",
+                content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where),
+                content,
+                unread,
+                task,
+            )
+        )
     return records
 
 

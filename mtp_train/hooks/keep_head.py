@@ -157,8 +157,12 @@ class _SaveWithHead:
             if overwrites:
                 self.base = open_checkpoint(directory)
         except (MtpError, OSError) as error:
-            cure = graft_command(str(directory), str(self.base.path))
-            logger.warning("%s: saved without its MTP head: %s To add it later: %s", directory, error, cure)
+            logger.warning(
+                "%s: saved without its MTP head: %s To add it later: %s",
+                directory,
+                error,
+                graft_command(str(directory), str(self.base.path)),
+            )
 
 
 def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, trained: bool) -> None:

@@ -243,5 +243,4 @@ def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tenso
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
-    total = (row_weight_KN * loss_KN).sum()
-    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)
+    return LossTerms(_KnownGradient.apply(student_KND, (row_weight_KN * loss_KN).sum(), gradient_KND), sum_K, count_K)

@@ -293,8 +293,9 @@ def _lines(
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     if len(series) > 1:
         # Below the plot, one arm per line: long names fit, and the legend covers no curve.
-        labels = [one.label(" ") for one in series]
-        texts = figure.legend(drawn, labels, loc="outside lower left", frameon=False, fontsize=11).get_texts()
+        texts = figure.legend(
+            drawn, [one.label(" ") for one in series], loc="outside lower left", frameon=False, fontsize=11
+        ).get_texts()
         for text in texts:
             text.set_parse_math(False)
     if ticks:

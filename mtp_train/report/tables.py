@@ -90,8 +90,9 @@ def arms_table(groups: Mapping[str, Arms], columns: Sequence[str] = tuple(_ARM_C
         head = f"\nhead: {arm.head}" if arm.head else ""
         return (f"{name}\n{arm.trunk}{head}", *(_ARM_COLUMNS[column](arm) for column in columns))
 
-    rows = {title: [row(*named) for named in arms.items()] for title, arms in groups.items()}
-    return make_table(("arm", *columns), rows, "arms")
+    return make_table(
+        ("arm", *columns), {title: [row(*named) for named in arms.items()] for title, arms in groups.items()}, "arms"
+    )
 
 
 def axis_tables(report: Report) -> dict[str, TextTable | None]:
@@ -154,8 +155,11 @@ def difference_table(report: Report) -> TextTable | None:
         )
         for row in report.compared
     ]
-    columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
-    return make_table(columns, {"": rows}, "prose")
+    return make_table(
+        ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words"),
+        {"": rows},
+        "prose",
+    )
 
 
 def gate_table(gate: GateVerdict | None) -> TextTable | None:

@@ -104,9 +104,10 @@ def _one_arm(cell: Cell) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
         return Finding("neutral", f"{cell.arm} commits {cell.tau:.2f} tokens a round", f"{detail}.")
-    title = f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
-    return Finding(*payment(cell, title), f"{detail}{needed}.")
+    return Finding(
+        *payment(cell, f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"), f"{detail}{needed}."
+    )
 
 
 def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
@@ -116,13 +117,16 @@ def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
     others = ", ".join(f"{one.arm} {one.tau:.2f}" for one in rest)
     equals = [one.arm for one in rest if one.arm not in against or not against[one.arm].differs]
     if equals:
-        title = f"No arm is shown to be ahead; {best.arm} has the highest tau"
         return Finding(
-            "neutral", title, f"Tau {best.tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
+            "neutral",
+            f"No arm is shown to be ahead; {best.arm} has the highest tau",
+            f"Tau {best.tau:.2f} against {others}. No real difference from {' and '.join(equals)}.",
         )
     second = rest[0].arm
-    detail = f"Against {others}; each difference is real. From {second}: {difference_words(against[second])}."
-    return Finding(*payment(best, f"{best.arm} has the highest tau: {best.tau:.2f}"), detail)
+    return Finding(
+        *payment(best, f"{best.arm} has the highest tau: {best.tau:.2f}"),
+        f"Against {others}; each difference is real. From {second}: {difference_words(against[second])}.",
+    )
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
@@ -291,8 +295,10 @@ def apart_sentence(groups: Mapping[str, Arms], settings: Mapping[str, Any]) -> s
     entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups[APART].items() if arm.target_entropy]
     own = [arm.target_entropy for arm in groups[ALIKE].values() if arm.target_entropy]
     if entropies and own:
-        text += ": text of low entropy is easier to draft. Target entropy in nats per token: "
-        text += f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+        text += (
+            ": text of low entropy is easier to draft. Target entropy in nats per token: "
+            f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+        )
     vanilla = groups[APART].get(VANILLA)
     if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."

@@ -129,8 +129,9 @@ def generate(
         "chat_template_kwargs": dict(chat_template_kwargs or {}),
         "draft_sampling": draft_sampling,
     }
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    return _decode(asked, texts, given, on_text, progress or quiet_progress())
+    return _decode(
+        asked, [prompts] if isinstance(prompts, str) else prompts, given, on_text, progress or quiet_progress()
+    )
 
 
 def _decode(
@@ -170,18 +171,20 @@ def _decode(
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result
-    settings = {
-        **given,
-        "max_new_tokens": asked.max_new_tokens,
-        "depth": depth,
-        "mtp": asked.mtp,
-        **asdict(asked.sampling),
-        "external_drafter": None if model.assistant is None else model.assistant.title,
-        "dtype": decoder.trunk.dtype_name,
-        "device": str(device),
-        "captured_rounds": decoder.captured_rounds,
-    }
-    return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
+    return GenerateResult(
+        tuple(results[index] for index in sorted(results)),
+        {
+            **given,
+            "max_new_tokens": asked.max_new_tokens,
+            "depth": depth,
+            "mtp": asked.mtp,
+            **asdict(asked.sampling),
+            "external_drafter": None if model.assistant is None else model.assistant.title,
+            "dtype": decoder.trunk.dtype_name,
+            "device": str(device),
+            "captured_rounds": decoder.captured_rounds,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -311,8 +314,7 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    place = None if tokenizer is None else str(tokenizer)
-    servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
+    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer), api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
     return _measure(specs, specs, grid, Path(out), progress, wandb, servers)
 

@@ -251,8 +251,9 @@ def is_at_fault(own: HeadLevel | None) -> bool:
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     model, source = recipe.model, open_head_source(donor)
-    tokenizer = recipe_tokenizer(recipe, open_location(model.trunk))
-    held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
+    held_out = evaluation_prompts(
+        recipe, split_records(recipe)[1], recipe_tokenizer(recipe, open_location(model.trunk))
+    )
     head, own = donor, OWN
     if isinstance(source, LoneHead):
         head = own = str(source.path)
@@ -397,8 +398,12 @@ def rescue(
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     # The refusal ends in the command for a graft, which is written here.
-    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
+    return _result(
+        recipe,
+        GRAFT if refused else RETRAINED,
+        "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0],
+        console,
+    )
 
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
@@ -452,8 +457,14 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
     finetune, source = open_location(model.trunk), open_head_source(model.head_from)
     plan = source_plan(recipe, finetune, source)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    head = Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={})
-    write_export(finetune, head, out, adapter=adapter, link=recipe.export.link, progress=progress)
+    write_export(
+        finetune,
+        Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={}),
+        out,
+        adapter=adapter,
+        link=recipe.export.link,
+        progress=progress,
+    )
     if plan.family.kind != "mtp":
         return
     with removed_on_failure(out):

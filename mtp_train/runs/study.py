@@ -71,8 +71,11 @@ def measure_study(run: Run, study: StudySection) -> Report | None:
         return None
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    findings = () if report.faults else find(report, study, settings)
-    return replace(report, settings={**report.settings, "margin": study.margin}, findings=findings)
+    return replace(
+        report,
+        settings={**report.settings, "margin": study.margin},
+        findings=() if report.faults else find(report, study, settings),
+    )
 
 
 def study_outcome(report: Report) -> Outcome:
@@ -162,8 +165,10 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
     one = comparison_of(report, head, VANILLA, setting)
     texts = f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats"
     if theirs.repeated_8gram_share is not None:
-        texts += f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
-        texts += f"{100 * theirs.repeated_8gram_share:.0f} %"
+        texts += (
+            f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
+            f"{100 * theirs.repeated_8gram_share:.0f} %"
+        )
     findings = []
     if mine.tau is not None and theirs.tau is not None:
         limit, gain = -study.margin * theirs.tau, signed(one.delta_tau, one.delta_tau_ci95)

@@ -170,8 +170,10 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     require_finite_checkpoint(donor, progress)
     require_trained_head(donor)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
-        told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
-        progress.console.print(told, highlight=False)
+        progress.console.print(
+            f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}.",
+            highlight=False,
+        )
     layout = layout_of(donor)
     tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
     modules = diagnosis.present_modules

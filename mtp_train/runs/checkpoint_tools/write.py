@@ -116,8 +116,7 @@ def graft(
     link: LinkMode = "copy" if copy else "hard"
     _require_form(out, fine_tune)
     if is_gguf(fine_tune):
-        files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
-        return _in_gguf(files, fine_tune, base)
+        return _in_gguf(graft_gguf(Path(fine_tune), base, out, head, link, progress), fine_tune, base)
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
@@ -138,9 +137,13 @@ def graft(
     notes = left_out(trunk, plan.layout)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
-    content = f"the trunk of {fine_tune}, the head of {base}"
     return WriteResult(
-        out=out, content=content, trunk=equal, serves=serves, notes=notes, cure=probe_command(fine_tune, base)
+        out=out,
+        content=f"the trunk of {fine_tune}, the head of {base}",
+        trunk=equal,
+        serves=serves,
+        notes=notes,
+        cure=probe_command(fine_tune, base),
     )
 
 
@@ -203,8 +206,9 @@ def merge(
     require_whole_trunk(source, adapter_beside=True)
     if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
-        resized = replace(source, config=with_fields(source, plan.config_fields))
-        load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
+        load_tokenizer(
+            replace(source, config=with_fields(source, plan.config_fields)), trust_remote_code=False, adapter=lora.path
+        )
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
     equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
@@ -310,9 +314,13 @@ def _write_whole(
         serves = serves_of(out, head.family, head.num_depths, report)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
-    notes = left_out(trunk, layout_of(trunk))
-    content = f"the trunk of {trunk.path} with its head"
-    return WriteResult(out=out, content=content, trunk=equal, serves=serves, notes=notes)
+    return WriteResult(
+        out=out,
+        content=f"the trunk of {trunk.path} with its head",
+        trunk=equal,
+        serves=serves,
+        notes=left_out(trunk, layout_of(trunk)),
+    )
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
