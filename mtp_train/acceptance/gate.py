@@ -108,8 +108,13 @@ def decide_gate(
     silent = [name for name, pair in measured.items() if not sum(one.rounds for one in pair.head)]
     if silent:
         where = f" ({silent[0]})" if len(measured) > 1 else ""
-        reason = f"the retrained head decoded no round{where}: there is nothing to judge it by"
-        return GateVerdict("refused", baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
+        return GateVerdict(
+            "refused",
+            baseline,
+            None,
+            f"the retrained head decoded no round{where}: there is nothing to judge it by. Raise "
+            "evaluate.max_new_tokens",
+        )
     tests = [_test_of(name, pair, baseline, target_break_even) for name, pair in measured.items()]
     levels = holm_levels([test.decides.p_value for test in tests], level)
     judged = [_judge(test, own, level, len(measured)) for test, own in zip(tests, levels, strict=True)]

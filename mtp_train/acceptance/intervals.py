@@ -223,5 +223,4 @@ def holm_levels(p_values: Sequence[float | None], level: float) -> list[float]:
 
 def holm(p_values: Sequence[float | None], level: float) -> list[bool]:
     """Return which hypotheses are rejected, at ``level`` over all of them together (:func:`holm_levels`)."""
-    levels = holm_levels(p_values, level)
-    return [p is not None and p <= own for p, own in zip(p_values, levels, strict=True)]
+    return [p is not None and p <= own for p, own in zip(p_values, holm_levels(p_values, level), strict=True)]

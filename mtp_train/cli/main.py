@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
     except Stopped as stopped:
         if is_main_process():
-            again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
-            print(f"mtp-train: stopped by {stopped}.\n{again}", file=sys.stderr)
+            print(
+                f"mtp-train: stopped by {stopped}.\n"
+                "Start the same command again; run, regenerate, evaluate and compare go on from what they saved.",
+                file=sys.stderr,
+            )
         return stopped.exit_code
     except BrokenPipeError:
         # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.

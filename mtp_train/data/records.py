@@ -161,8 +161,7 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
         return replace(chat, variables=variables)
     if chat.messages[0]["role"] == "system":
         raise _refused(where, "a system column beside a system message", "one of them")
-    first = {"role": "system", "content": parse_text(system, "system", where)}
-    return Chat((first, *chat.messages), variables)
+    return Chat(({"role": "system", "content": parse_text(system, "system", where)}, *chat.messages), variables)
 
 
 def parsed_json(text: str) -> Any:

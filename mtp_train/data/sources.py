@@ -159,8 +159,7 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    source = _Source(path, name, files, config, split)
-    return [row for row, _ in source.read()[1]]
+    return [row for row, _ in _Source(path, name, files, config, split).read()[1]]
 
 
 def read_each(
@@ -323,8 +322,10 @@ def is_saved(directory: Path) -> bool:
 def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     """Return the splits, and the rows of each, that ``train[1:3]+test`` and the like name."""
     counts = {name: len(rows) for name, rows in whole.items()}
-    absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    return [(part.splitname, range(part.from_, part.to)) for part in absolute]
+    return [
+        (part.splitname, range(part.from_, part.to))
+        for part in datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    ]
 
 
 class _BadLineError(ValueError):

@@ -136,8 +136,10 @@ def _closed(token_ids: list[int], eos: int) -> list[int]:
 
 
 def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[Tokens]:
-    starts = range(0, len(token_ids), seq_len_tokens)
-    return [(token_ids[start : start + seq_len_tokens], mask[start : start + seq_len_tokens]) for start in starts]
+    return [
+        (token_ids[start : start + seq_len_tokens], mask[start : start + seq_len_tokens])
+        for start in range(0, len(token_ids), seq_len_tokens)
+    ]
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:

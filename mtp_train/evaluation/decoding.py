@@ -254,8 +254,11 @@ def _decode_lacking(
     def keep(
         lane: Lane, group: Iterable[Prompt], results: Iterable[GenerationResult], checks: Iterable[TextCheck]
     ) -> None:
-        decoded = zip(group, results, checks, strict=True)
-        done = [record_of(prompt, one, check) for prompt, one, check in decoded if prompt.id not in found[lane]]
+        done = [
+            record_of(prompt, one, check)
+            for prompt, one, check in zip(group, results, checks, strict=True)
+            if prompt.id not in found[lane]
+        ]
         found[lane].update((one.prompt_id, one) for one in done)
         if arms.store is not None:
             arms.store.add(*lane, done)

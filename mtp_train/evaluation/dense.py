@@ -84,8 +84,12 @@ def dense_rows(
         for text in texts:
             ((rows, found),) = _measured(trunk, [head], text, num_depths, drafting.draft_vocab_R, temperature or 1.0)
             kept_N = rows.valid_KN.any(dim=0)
-            figures = (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
-            parts.append([one[..., kept_N].cpu().numpy() for one in figures])
+            parts.append(
+                [
+                    one[..., kept_N].cpu().numpy()
+                    for one in (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
+                ]
+            )
     entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
         prompts=decoded,

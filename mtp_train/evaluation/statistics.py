@@ -402,8 +402,9 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
     # Other prompts, at -1, are in no bin.
     place = group_P[rows.prompt_N[valid_N]], rows.entropy_N[valid_N]
     bins = np.arange(groups + 1), (*FINE_EDGES, np.inf)
-    weights = None, rows.overlap_KN[0, valid_N]
-    return np.stack([np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in weights], axis=1)
+    return np.stack(
+        [np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in (None, rows.overlap_KN[0, valid_N])], axis=1
+    )
 
 
 def _common_share(total_4B: FloatArray) -> float:

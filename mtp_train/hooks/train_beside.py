@@ -174,11 +174,7 @@ class HeadBeside(TrainerCallback):
         self._arguments = named
 
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        # A head with dropout would use up random numbers of the model's own dropout.
-        with unchanged_random_state(self.model.device):
-            self._add_gradient(decoder, inputs, named, output)
-
-    def _add_gradient(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Add the gradient of the head's loss on the decoder's output to the gradients of the head's parameters."""
         hidden_BTD = self.trunk.last_state(output).detach()
         outer, self._arguments = self._arguments, {}
         tokens_BT = inputs[0] if inputs else named.get("input_ids")
@@ -192,7 +188,9 @@ class HeadBeside(TrainerCallback):
         # The trainer uses no autocast for a model in bf16, but the head is in fp32 and needs it.
         dtype = hidden_BTD.dtype
         autocast = None if dtype == torch.float32 else dtype
-        rows = aligned_rows(self.trunk, self.head, batch, hidden_BTD, len(self.weight_K), autocast=autocast)
+        # A head with dropout would use up random numbers of the model's own dropout.
+        with unchanged_random_state(self.model.device):
+            rows = aligned_rows(self.trunk, self.head, batch, hidden_BTD, len(self.weight_K), autocast=autocast)
         count_K = rows.valid_KN.sum(dim=1)
         scale_K = self.weight_K / count_K.clamp(min=1)
         terms = frozen_head_loss(

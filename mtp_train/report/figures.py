@@ -80,8 +80,12 @@ class Series:
     @property
     def marker(self) -> dict[str, Any]:
         """The style of its marker; hollow with a note."""
-        face = "white" if self.note else self.look.colour
-        return {"color": self.look.colour, "marker": self.look.marker, "markerfacecolor": face, "markeredgewidth": 1.6}
+        return {
+            "color": self.look.colour,
+            "marker": self.look.marker,
+            "markerfacecolor": "white" if self.note else self.look.colour,
+            "markeredgewidth": 1.6,
+        }
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,10 @@ ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     figures = list[FigureFile]()
-    rows = (
+    for name, what, x_start in (
         ("tau", "Tokens committed per round (tau)", 0.9),
         ("speedup", "Tokens per second over those of the same trunk without drafts", 0.0),
-    )
-    for name, what, x_start in rows:
+    ):
         if series := _arm_series(report, name):
             caption = f"{what}, {INTERVALS}. 1 is plain decoding."
             figures.append(FigureFile(name, caption, _rows(series, LABELS[name], x_start)))

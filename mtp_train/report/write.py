@@ -194,8 +194,9 @@ def _plain_text(value: Any) -> Any:
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the columns of a field, and the scalar in each."""
     if name == "marginal_ci95":
-        intervals = enumerate(value or (), start=1)
-        return [pair for k, interval in intervals for pair in _columns(f"marginal_{k}_ci95", interval)]
+        return [
+            pair for k, interval in enumerate(value or (), start=1) for pair in _columns(f"marginal_{k}_ci95", interval)
+        ]
     if name.endswith("_ci95"):
         low, high = value or (None, None)
         return [(f"{name}_low", low), (f"{name}_high", high)]

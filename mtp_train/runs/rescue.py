@@ -289,8 +289,10 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
             return None
         plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
         found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
-        pairs = zip(prompts, found, strict=True)
-        texts = [answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens) for prompt, one in pairs]
+        texts = [
+            answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens)
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
         return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
@@ -392,8 +394,11 @@ def rescue(
                 "with --set train.max_steps=500."
             )
         if found.verdict == "graft":
-            again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-            return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
+            reason = (
+                f"{found.reason}. To retrain the head all the same, choose another --out and add --set "
+                "train.max_steps=500"
+            )
+            return _result(recipe, GRAFT, reason, console)
     run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
@@ -468,5 +473,10 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
     if plan.family.kind != "mtp":
         return
     with removed_on_failure(out):
-        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, source)
-        write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)
+        write_untrained_card(
+            out,
+            checkpoint_identity(model.trunk, finetune),
+            checkpoint_identity(model.head_from, source),
+            model.adapter,
+            recipe.head.num_depths,
+        )

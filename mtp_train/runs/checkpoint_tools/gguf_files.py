@@ -59,8 +59,9 @@ def graft_gguf_command(file: Path) -> str:
 
 def stored_types(tensors: Iterable[ReaderTensor]) -> str:
     """Return the types of tensors, the most frequent first."""
-    counts = Counter(one.tensor_type.name for one in tensors)
-    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+    return ", ".join(
+        f"{name} ({count})" for name, count in Counter(one.tensor_type.name for one in tensors).most_common()
+    )
 
 
 def heads_beside(model: GgufModel) -> tuple[str, ...]:

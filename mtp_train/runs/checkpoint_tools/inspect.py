@@ -175,10 +175,9 @@ class Inspection(Shown):
     def to_json(self) -> dict[str, Any]:
         found = super().to_json() | {"stale": self.stale}
         head, trunk = found.pop("head"), found.pop("trunk")
-        of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
             **found,
-            **{name: head[name] for name in of_head},
+            **{name: head[name] for name in ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)},
             **{f"trunk_{name}": trunk[name] for name in _KEYS},
         }
 

@@ -78,8 +78,12 @@ class WriteResult(Shown):
         return f"Wrote {self.out}: {self.content}."
 
     def _rows(self) -> list[tuple[str, str | None]]:
-        notes = (("note", one) for one in self.notes)
-        return [("trunk", self.trunk), *notes, *serving_lines(self.serves), ("next", self.cure)]
+        return [
+            ("trunk", self.trunk),
+            *(("note", one) for one in self.notes),
+            *serving_lines(self.serves),
+            ("next", self.cure),
+        ]
 
 
 def graft(
@@ -131,8 +135,9 @@ def graft(
     require_trained_head(donor)
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
-        identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
-        write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
+        write_untrained_card(
+            out, checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor), None, SUGGESTED_DEPTH
+        )
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
     notes = left_out(trunk, plan.layout)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
