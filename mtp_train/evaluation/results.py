@@ -273,7 +273,7 @@ class Report:
         headline = self.headline
         if headline is None:
             return []
-        of_headline: dict[str, Any] = {name: getattr(headline, name) for name in axes}
+        of_headline = {name: getattr(headline, name) for name in axes}
         every = {setting for _, task, setting in self.by_place if task == ALL_TASKS}
         return sorted(
             (setting for setting in every if replace(setting, **of_headline) == headline),

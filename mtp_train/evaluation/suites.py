@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
 from mtp_train.checkpoints.tokenizer import NO_VARIABLES, raw_tokens
@@ -135,8 +135,7 @@ def _speed_bench(row: Row, where: str) -> Row:
     return found
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     fields: str
     """The fields of a record, for error messages."""
     ours: Callable[[Row, str], Row]

@@ -211,9 +211,8 @@ def _open_base(model: PreTrainedModel, named: str | Path | None) -> Checkpoint:
     config = model.config.to_dict()
     family = family_for(config, where="KeepHead: the model")
     ours, theirs = raw_text_config(config), base.text_config
-    facts: list[tuple[str, Any, Any]] = [("family", base.family.title, family.title)]
-    facts += [(field, theirs[field], ours.get(field)) for field in SAME_SHAPE_FIELDS if field in theirs]
-    for name, of_base, of_model in facts:
+    shape = [(field, theirs[field], ours.get(field)) for field in SAME_SHAPE_FIELDS if field in theirs]
+    for name, of_base, of_model in (("family", base.family.title, family.title), *shape):
         if of_base != of_model:
             raise CheckpointError(
                 f"{base.path}: {name} {of_base}, but the model has {of_model}; expected the base that the model is "

@@ -14,7 +14,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,8 +62,7 @@ Point = tuple[float, float, Interval | None]
 """x, y and the interval of y."""
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of a figure, or a row, which has a single point."""
 
     name: str
@@ -88,8 +86,7 @@ class Series:
         }
 
 
-@dataclass(frozen=True)
-class FigureFile:
+class FigureFile(NamedTuple):
     """A rendered figure: the stem of its file name, a caption and the PNG bytes."""
 
     stem: str

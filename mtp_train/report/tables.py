@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
@@ -24,8 +23,7 @@ from mtp_train.report.wording import (
 )
 
 
-@dataclass(frozen=True)
-class TextTable:
+class TextTable(NamedTuple):
     """A table of text; its first column is for the names of the rows, and further lines in it for details."""
 
     columns: tuple[str, ...]

@@ -9,9 +9,9 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -43,8 +43,7 @@ _GATE_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A heading and its content, shown in the order of the fields."""
 
     title: str
@@ -182,13 +181,8 @@ def csv_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(columns or names), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({column: _plain_text(value) for pairs in row for column, value in pairs} for row in rows)
+    writer.writerows({column: value for pairs in row for column, value in pairs} for row in rows)
     return buffer.getvalue()
-
-
-def _plain_text(value: Any) -> Any:
-    """Return a cell so that a spreadsheet shows its text, and does not run it as a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -202,6 +196,9 @@ def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}_low", low), (f"{name}_high", high)]
     if name in PER_POSITION:
         return [(f"{name}_{k}", share) for k, share in enumerate(value or (), start=1)]
+    # A spreadsheet would run such a text as a formula.
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return [(name, f"'{value}")]
     return [(name, value)]
 
 

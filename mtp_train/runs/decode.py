@@ -395,7 +395,7 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
         for run in _runs_of(spec)
         if (recipe := run.recipe) is not None
     }
-    first: Mapping[str, Any] = next(iter(given.values()), {})
+    first = next(iter(given.values()), {})
     if other := next((path for path, variables in given.items() if variables != first), None):
         raise DataError(
             f"{next(iter(given))} and {other}: other data.chat_template_kwargs; expected one form of the prompts for "
