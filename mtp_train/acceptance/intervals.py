@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -56,8 +55,7 @@ class Spread(NamedTuple):
         return (t_quantile(self.freedom, level) + t_quantile(self.freedom, 2 * (1 - POWER))) * self.error
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference of two arms, first minus second."""
 
     value: float

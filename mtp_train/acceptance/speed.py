@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -72,8 +71,7 @@ def tokens_per_second(decoded: Sequence[PromptCounts], timed: Sequence[PromptCou
     return found if math.isfinite(found) else None
 
 
-@dataclass(frozen=True)
-class Speedup:
+class Speedup(NamedTuple):
     """The speed with drafts over the speed without, prefill included.
 
     Attributes:

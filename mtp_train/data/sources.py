@@ -18,11 +18,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import datasets
 import fsspec
@@ -195,8 +194,7 @@ def read_each(
         )
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A source, with the arguments of :func:`load_records` that choose its rows."""
 
     path: str

@@ -124,15 +124,13 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens
     eos = int(tokenizer.eos_token_id)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
-        response_ids = _closed(raw_tokens(tokenizer, str(content.response), start=False), eos)
-        return [(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))]
-    token_ids = _closed(raw_tokens(tokenizer, content.text), eos)
-    return [(token_ids, [True] * len(token_ids))]
-
-
-def _closed(token_ids: list[int], eos: int) -> list[int]:
-    """Return the tokens with one end-of-text token at the end; the data may contain it already."""
-    return token_ids if token_ids[-1:] == [eos] else [*token_ids, eos]
+        target_ids = raw_tokens(tokenizer, str(content.response), start=False)
+    else:
+        prompt_ids, target_ids = [], raw_tokens(tokenizer, content.text)
+    # The data may contain the end-of-text token already.
+    if target_ids[-1:] != [eos]:
+        target_ids = [*target_ids, eos]
+    return [(prompt_ids + target_ids, [False] * len(prompt_ids) + [True] * len(target_ids))]
 
 
 def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[Tokens]:

@@ -265,8 +265,11 @@ class Report:
 
     def at(self, setting: Setting | None, task: str = ALL_TASKS) -> dict[str, Cell]:
         """Return the cells of drafting arms at a setting, by arm; arms without it are left out."""
-        found = {arm: None if setting is None else self.by_place.get((arm, task, setting)) for arm in self.drafting}
-        return {arm: cell for arm, cell in found.items() if cell is not None}
+        return {
+            arm: cell
+            for arm in self.drafting
+            if setting is not None and (cell := self.by_place.get((arm, task, setting))) is not None
+        }
 
     def along(self, *axes: str) -> list[Setting]:
         """Return the settings with drafts that differ from the headline in these fields at most, in order."""
@@ -285,7 +288,7 @@ class Report:
 
     def by_depth(self, arm: str) -> dict[int, Cell]:
         """Return an arm's cells by number of drafts, at the headline's temperature, context and rule."""
-        return {one.depth: self.at(one)[arm] for one in self.along("depth") if arm in self.at(one)}
+        return {cells[arm].depth: cells[arm] for cells in map(self.at, self.along("depth")) if arm in cells}
 
     @property
     def compared(self) -> list[ArmComparison]:

@@ -384,7 +384,10 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     place_of = {one.id: number_of[one.group] for one in both}
     pair_G4B = np.concatenate([_sums(rows, place_of, len(number_of)) for rows in (first, second)], axis=1)
     total_4B = pair_G4B.sum(axis=0)
-    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+    if not total_4B[0].any() or not total_4B[2].any():
+        return None
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    if (coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum() < MIN_COMMON_SHARE:
         return None
     return judge_difference(
         float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), pair_G4B[:, ::2].sum(axis=-1)
@@ -405,12 +408,6 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
     return np.stack(
         [np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in (None, rows.overlap_KN[0, valid_N])], axis=1
     )
-
-
-def _common_share(total_4B: FloatArray) -> float:
-    """Return the overlap of the arms' distributions over the bins of ``ENTROPY_EDGES``, 0 to 1."""
-    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
-    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
 
 
 def _standardised(sums_X4B: FloatArray) -> FloatArray:

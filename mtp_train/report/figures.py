@@ -162,9 +162,11 @@ def _setting_series(report: Report, settings: Sequence[Setting], figure: str) ->
     """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
     series = []
     for arm, look in assign_looks(report.drafting).items():
-        cells = [(x, report.at(setting).get(arm)) for x, setting in enumerate(settings)]
         points = [
-            (float(x), y, known) for x, cell in cells if cell is not None for _, y, known in _points(cell, figure)
+            (float(x), y, known)
+            for x, cells in enumerate(map(report.at, settings))
+            if arm in cells
+            for _, y, known in _points(cells[arm], figure)
         ]
         if points:
             series.append(Series(arm, look, points))
@@ -175,12 +177,20 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     """Draw the curves of training: loss, and tau on the held-out text where it was measured."""
     depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
     names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
-    # A single depth has the curve of the loss itself.
-    loss = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
-    tau = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
     kinds = (
-        ("loss", loss, "training loss", names if len(depths) > 1 else {"loss": "loss"}),
-        ("held_out", tau, "tokens per round (tau)", {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"}),
+        (
+            "loss",
+            "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens.",
+            "training loss",
+            # A single depth has the curve of the loss itself.
+            names if len(depths) > 1 else {"loss": "loss"},
+        ),
+        (
+            "held_out",
+            "Expected tau on text kept from training, by step, from teacher-forced acceptance.",
+            "tokens per round (tau)",
+            {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"},
+        ),
         ("learning_rate", "Learning rate by step.", "learning rate", {"lr": "learning rate"}),
     )
     return [
@@ -195,8 +205,11 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
     looks = assign_looks(list(names))
     lines = []
     for key, name in names.items():
-        found = [(float(line["step"]), line.get(key)) for line in metrics]
-        points = [(step, float(y), None) for step, y in found if isinstance(y, int | float) and math.isfinite(y)]
+        points = [
+            (float(line["step"]), float(line[key]), None)
+            for line in metrics
+            if isinstance(line.get(key), int | float) and math.isfinite(line[key])
+        ]
         if len(points) > 1:
             lines.append(Series(name, looks[key], points))
     return lines

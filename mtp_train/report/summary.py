@@ -38,8 +38,8 @@ def summary(report: Report) -> RenderableType:
         parts += [_title("Tau by task"), *tasks]
     if report.comparisons:
         differences = (
-            f"{wording.pair_words(row)}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} groups: "
-            f"{wording.difference_words(row)}"
+            f"{row.first} - {row.second}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} "
+            f"groups: {wording.difference_words(row)}"
             for row in report.compared
         )
         parts.append(_title(f"Differences: {wording.count_real(report)} are real, over the whole grid"))

@@ -18,7 +18,6 @@ from mtp_train.report.wording import (
     format_seconds,
     format_shares,
     format_tau,
-    pair_words,
     signed,
 )
 
@@ -143,7 +142,7 @@ def difference_table(report: Report) -> TextTable | None:
     """Return the comparisons over all tasks together, at the headline setting; None without comparisons."""
     rows = [
         (
-            pair_words(row),
+            f"{row.first} - {row.second}",
             signed(row.delta_tau, row.delta_tau_ci95),
             str(row.groups),
             "<0.001" if row.p_value is not None and row.p_value < 0.001 else format_number(row.p_value, 3),

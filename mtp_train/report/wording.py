@@ -147,7 +147,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     ranked = ranked_arms(report)
     if report.faults or not ranked:
         return []
-    retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
+    retrained = report.arms.get(RETRAINED)
     if report.gate is not None and retrained is not None:
         shown: Arms = {name: report.arms[name] for name in (report.gate.baseline, RETRAINED) if name in report.arms}
         name, arm = RETRAINED, retrained
@@ -155,9 +155,11 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         shown = {ranked[0].arm: ranked[0]}
         fastest = max(ranked, key=lambda cell: cell.speedup or 0.0)
         name, arm = fastest.arm, fastest
-    for its_name, one in shown.items():
-        if one.tau is not None:
-            found.append((f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}"))
+    found = [
+        (f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}")
+        for its_name, one in shown.items()
+        if one.tau is not None
+    ]
     if arm.speedup is not None:
         bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
         found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds}"))
@@ -221,10 +223,6 @@ def setting_words(setting: Setting) -> str:
 
 def depth_words(depth: int) -> str:
     return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
-
-
-def pair_words(row: ArmComparison) -> str:
-    return f"{row.first} - {row.second}"
 
 
 def difference_words(row: ArmComparison) -> str:

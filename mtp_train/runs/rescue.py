@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -201,7 +201,13 @@ def probe(
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        found = replace(found, **_trained(place / TRAINING))
+        report = load_report(place / TRAINING / REPORT_FILE)
+        found = replace(
+            found,
+            trained_tau=report.arms[RETRAINED].tau,
+            gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
+            trained_steps=load_recipe(place / TRAINING / RECIPE_FILE).train.max_steps,
+        )
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
@@ -298,13 +304,6 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
 
 def _level(arm: ArmResult) -> HeadLevel:
     return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
-
-
-def _trained(run_dir: Path) -> dict[str, Any]:
-    """Return the figures of a probe that are of its short training."""
-    report, train = load_report(run_dir / REPORT_FILE), load_recipe(run_dir / RECIPE_FILE).train
-    gain = None if report.gate is None else report.gate.delta_tau_ci95
-    return {"trained_tau": report.arms[RETRAINED].tau, "gain_ci95": gain, "trained_steps": train.max_steps}
 
 
 def _lost_text(found: ProbeResult) -> str:

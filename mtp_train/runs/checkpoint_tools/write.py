@@ -281,7 +281,14 @@ def export(
         if not head_only:
             command = shlex.join(["mtp-train", "export", str(source), "--head-only", "--out", str(out)])
             raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{command}'.")
-        return _head_in_gguf(_head_of_gguf(source, out, progress))
+        model, written = open_gguf(source), out / f"mtp-{source.name}"
+        refuse_existing(out, what="the GGUF file")
+        if not model.head:
+            raise CheckpointError(
+                f"{source}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(source)}'."
+            )
+        write_head_alone(model, written, progress)
+        return _head_in_gguf(written)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
     trunk, head, adapter = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
@@ -342,19 +349,6 @@ def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResul
 _ALONE = "the head alone"
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
 _ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
-
-
-def _head_of_gguf(file: Path, out: Path, progress: Progress) -> Path:
-    """Write ``mtp-NAME.gguf``, the head of a GGUF file as it is, into a new directory."""
-    model = open_gguf(file)
-    refuse_existing(out, what="the GGUF file")
-    if not model.head:
-        raise CheckpointError(
-            f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
-        )
-    written = out / f"mtp-{file.name}"
-    write_head_alone(model, written, progress)
-    return written
 
 
 def _head_in_gguf(file: Path) -> WriteResult:
