@@ -335,8 +335,7 @@ def _rows_of(file: str) -> Iterator[OwnedRow]:
     if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
     # Bytes that are not UTF-8 are reported with their line, see require_utf8.
-    how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
-    with fsspec.open(file, "rt", **how) as stream:
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape") as stream:
         if BUILDERS.get(_suffix(Path(file))) == "text":
             opening = ""
             for text in _paragraphs(stream):

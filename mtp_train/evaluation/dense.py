@@ -90,6 +90,8 @@ def dense_rows(
                     for one in (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
                 ]
             )
+            # Before the next text's states are computed.
+            del rows, found
     entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
         prompts=decoded,

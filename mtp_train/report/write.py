@@ -165,8 +165,11 @@ def csv_tables(report: Report) -> dict[str, str]:
 
     Arms that were recorded elsewhere are rows without a setting. A run has no comparisons.
     """
-    none = dict.fromkeys(CELL_COLUMNS)
-    recorded = [{**none, "arm": name, **asdict(arm)} for name, arm in report.arms.items() if not arm.measured_here]
+    recorded = [
+        {**dict.fromkeys(CELL_COLUMNS), "arm": name, **asdict(arm)}
+        for name, arm in report.arms.items()
+        if not arm.measured_here
+    ]
     tables = {"acceptance": csv_table(CELL_COLUMNS, [*map(asdict, report.cells), *recorded])}
     if report.title is not None:
         tables["comparisons"] = csv_table(COMPARISON_COLUMNS, [asdict(row) for row in report.comparisons])

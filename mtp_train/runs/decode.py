@@ -171,20 +171,18 @@ def _decode(
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result
-    return GenerateResult(
-        tuple(results[index] for index in sorted(results)),
-        {
-            **given,
-            "max_new_tokens": asked.max_new_tokens,
-            "depth": depth,
-            "mtp": asked.mtp,
-            **asdict(asked.sampling),
-            "external_drafter": None if model.assistant is None else model.assistant.title,
-            "dtype": decoder.trunk.dtype_name,
-            "device": str(device),
-            "captured_rounds": decoder.captured_rounds,
-        },
-    )
+    settings = {
+        **given,
+        "max_new_tokens": asked.max_new_tokens,
+        "depth": depth,
+        "mtp": asked.mtp,
+        **asdict(asked.sampling),
+        "external_drafter": None if model.assistant is None else model.assistant.title,
+        "dtype": decoder.trunk.dtype_name,
+        "device": str(device),
+        "captured_rounds": decoder.captured_rounds,
+    }
+    return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
 
 
 @dataclass(frozen=True)

@@ -257,9 +257,8 @@ def is_at_fault(own: HeadLevel | None) -> bool:
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     model, source = recipe.model, open_head_source(donor)
-    held_out = evaluation_prompts(
-        recipe, split_records(recipe)[1], recipe_tokenizer(recipe, open_location(model.trunk))
-    )
+    tokenizer = recipe_tokenizer(recipe, open_location(model.trunk))
+    held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
     head, own = donor, OWN
     if isinstance(source, LoneHead):
         head = own = str(source.path)
