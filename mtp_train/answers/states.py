@@ -55,35 +55,27 @@ class StatesServer:
     Args:
         layers: The states that the server was started for, in ascending order.
         width: Values of one state.
-        dtype: The dtype in which the server has to compute.
         command: The command that starts such a server, for messages.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, layers: Sequence[int], width: int, dtype: torch.dtype, *, command: str
-    ) -> None:
-        self.endpoint, self.layers, self.width, self.dtype = endpoint, layers, width, dtype
+    def __init__(self, endpoint: Endpoint, layers: Sequence[int], width: int, *, command: str) -> None:
+        self.endpoint, self.layers, self.width = endpoint, layers, width
+        self.dtype: torch.dtype | None = None
+        """The dtype of the first states, which all others must have."""
         self.cure = f"Start it as: {command}"
         self.fingerprint: object = None
         # Not the endpoint's wait, which ends at the first failure: files of other requests would be left over.
         self.wait: Callable[[float], object] = time.sleep
         endpoint.max_attempts = STATES_ATTEMPTS
 
-    def identity(self, text: Sequence[int]) -> list[object]:
-        """Return what the states depend on, as far as the server tells: engine, release, model and settings.
+    def identity(self) -> list[object]:
+        """Return what the states so far depend on, as far as the server tells: engine, release, model and settings.
 
         The settings are a hash in vLLM's ``system_fingerprint``: of the model's path, dtype, quantisation and layers,
         and of sizes such as ``--max-num-seqs``. Nothing else tells a quantisation that is made at loading.
-
-        Args:
-            text: Any text, to send one request.
-
-        Raises:
-            DataError: The server has no such states.
         """
-        self.answer(_reading(text))
         server = self.endpoint
-        return [server.served_with, server.look("/version"), server.checkpoint, self.fingerprint]
+        return [server.served_with, server.look("/version"), server.checkpoint, self.fingerprint, str(self.dtype)]
 
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield the states of texts, (T, L, D), with the number of each text, as they arrive.
@@ -166,6 +158,7 @@ class StatesServer:
         Raises:
             DataError: They are of other tokens, of another form, or not finite.
         """
+        self.dtype = self.dtype or states_TLD.dtype
         form, expected = (list(states_TLD.shape[1:]), states_TLD.dtype), ([len(self.layers), self.width], self.dtype)
         # A block that the server never wrote is zero.
         peak_T = states_TLD.flatten(1).abs().amax(-1)

@@ -49,6 +49,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.served_states import served_layers, serving_command
 from mtp_train.runs.settings import measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
@@ -68,6 +69,8 @@ SERVERS = (
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
+STATES = "train.states.endpoint=http://localhost:8000/v1"
+"""Leave the layers to a server too."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,9 @@ class Shapes:
         model = self.model
         on_gpu = device.kind == "cuda"
         stored = self._checkpoint if self._is_packed and on_gpu else None
+        options = memory_options(recipe)
         memory = estimate_footprint(
-            memory_options(recipe),
+            options,
             self.trunk,
             self._head,
             plan,
@@ -162,9 +166,11 @@ class Shapes:
             packed_bytes=None if stored is None else stored.num_bytes,
         )
         shards = None
-        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
-        if on_gpu and recipe.model.quantization is None and not self._is_packed:
-            shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
+        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3, unless they are served.
+        is_packed = self._is_packed or recipe.model.quantization is not None
+        if on_gpu and (options.is_served or not is_packed):
+            is_adapted = recipe.model.adapter is not None
+            shards = in_shards(memory, options, self.trunk, self._head, plan, is_adapted=is_adapted)
         answered = recipe.data.regenerate
         own = None if answered is None or answered.endpoint else answered.batch_size
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
@@ -213,10 +219,12 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     for bits in ("8bit", "4bit"):
         yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
+    servers = [*(SERVERS if recipe.data.regenerate is not None else SERVERS[-1:]), *whole]
     if recipe.decodes and recipe.data.regenerate is not None:
-        servers = [*SERVERS, *whole]
         counts = itertools.product([world_size, *doubled], same)
         yield [([*servers, *change], count) for count, change in counts]
+    if recipe.model.adapter is recipe.model.quantization is recipe.train.states is None:
+        yield [([*servers, STATES, *change], world_size) for change in same]
 
 
 @dataclass(frozen=True)
@@ -239,6 +247,8 @@ class CheckResult(Shown):
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     kernels: str | None
     """A sentence on a package of kernels that the device would use and that is not installed here."""
+    states_command: str | None
+    """The command that serves the trunk's hidden states; None for a recipe that computes them."""
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -272,6 +282,7 @@ class CheckResult(Shown):
             "precision_reason": self.precision_reason,
             "family": self.family,
             "kernels": self.kernels,
+            "states_command": self.states_command,
             "data": self.data,
             "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
@@ -341,7 +352,7 @@ class CheckResult(Shown):
             f"{_count(memory.trunk_parameters)}, frozen){several}"
         )
 
-    def _sizes(self) -> Iterator[tuple[str, str]]:
+    def _sizes(self) -> Iterator[tuple[str, str | None]]:
         memory, shards = self.memory, self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
@@ -355,6 +366,18 @@ class CheckResult(Shown):
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
             yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"
+        tokens = self.plan.sequences_per_step * self.plan.seq_len_tokens
+        yield (
+            "hidden states",
+            f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
+        )
+        yield "  from a server", self.states_command
+        if shards is not None:
+            head = f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step"
+            layers = (
+                f"; {shards.pass_bytes / GIB:.2f} GiB of layers in each pass, {self.plan.accumulation} a step or more"
+            )
+            yield "  received in shards by each process", head + (layers if shards.pass_bytes else "")
         yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
 
 
@@ -460,11 +483,17 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
+        states_command=None if recipe.train.states is None else _states_command(recipe, model),
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
     )
+
+
+def _states_command(recipe: Recipe, model: HeadOnTrunk) -> str:
+    layers = served_layers(model.text_config, model.family.wiring.trunk_layers(model.text_config))
+    return serving_command(recipe, model.path, model.config, layers)
 
 
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:

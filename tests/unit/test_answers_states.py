@@ -57,6 +57,8 @@ class Engine:
         new = ANSWER if payload["max_tokens"] > 1 else [top_of(payload["prompt"][-1])]
         token_ids, path = [*payload["prompt"], *new[:-1]], self.directory / f"{next(self.numbers)}.safetensors"
         tensors = {"hidden_states": self.states(STATES_VLD[token_ids]), "token_ids": torch.tensor(token_ids)}
+        # The real connector locks a file before it replies, and leaves the lock's file there.
+        path.with_name(f"{path.name}.lock").touch()
         self.write(self.tensors(tensors), path)
         choice: dict[str, Any] = {"text": "", "token_ids": new, "finish_reason": "stop" if new == ANSWER else "length"}
         if "prompt_logprobs" in payload:
@@ -89,7 +91,7 @@ def connect(engine: Engine) -> Iterator[Connect]:
             endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, **settings)
             stack.callback(endpoint.close)
             endpoint.choose_model(None)
-            server = StatesServer(endpoint, LAYERS, WIDTH, torch.float32, command=COMMAND)
+            server = StatesServer(endpoint, LAYERS, WIDTH, command=COMMAND)
             server.wait = endpoint.wait = lambda seconds: None
             return server, served
 
@@ -144,10 +146,9 @@ def at(position: int, value: float) -> Edit:
         ("states", at(0, 0.0), r"NaN, infinite or 0 at positions \[0\] of 3"),
         ("states", lambda states: states[..., 1:].clone(), r"states of \[2, 7\] in torch.float32; expected \[2, 8\]"),
         ("states", lambda states: states[:, 1:].clone(), r"states of \[1, 8\] in .*; expected \[2, 8\]"),
-        ("states", lambda states: states.bfloat16(), r"in torch.bfloat16; expected .* in torch.float32"),
         ("reply", without("kv_transfer_params"), r"answers without states; expected kv_transfer_params\.hidden"),
     ],
-    ids=["tokens", "cut", "prefix-caching", "nan", "inf", "unwritten", "width", "layers", "dtype", "no-states"],
+    ids=["tokens", "cut", "prefix-caching", "nan", "inf", "unwritten", "width", "layers", "no-states"],
 )
 def test_states_of_something_else_are_refused(
     connect: Connect, engine: Engine, part: str, edit: Edit, message: str
@@ -156,6 +157,14 @@ def test_states_of_something_else_are_refused(
     server, served = connect()
     with pytest.raises(DataError, match=rf"{served.url}: .*{message}.*Start it as: {COMMAND}"):
         list(server.states(TEXTS[:1]))
+
+
+def test_all_states_are_of_the_dtype_of_the_first(connect: Connect, engine: Engine) -> None:
+    server, _ = connect()
+    list(server.states(TEXTS))
+    engine.states = torch.Tensor.bfloat16
+    with pytest.raises(DataError, match=r"in torch.bfloat16; expected .* in torch.float32"):
+        list(server.states(TEXTS))
 
 
 def test_a_directory_that_is_not_here_is_not_waited_for(connect: Connect, engine: Engine) -> None:
@@ -231,9 +240,10 @@ def test_a_server_that_comes_back_is_waited_for_and_another_one_is_refused(conne
 def test_the_identity_names_model_and_settings_and_not_the_address(connect: Connect, engine: Engine) -> None:
     one, again, other = (connect()[0] for _ in range(3))
     engine.fingerprints = iter(["bf16", "bf16", "fp8"])
-    found = [server.identity([5]) for server in (one, again, other)]
-    assert found[0] == found[1] == ["vllm", "0.32.0", None, "bf16"]
-    assert found[2] == ["vllm", "0.32.0", None, "fp8"]
+    for server in (one, again, other):
+        list(server.states(TEXTS[:1]))
+    assert one.identity() == again.identity() == ["vllm", "0.32.0", None, "bf16", "torch.float32"]
+    assert other.identity() == ["vllm", "0.32.0", None, "fp8", "torch.float32"]
 
 
 # The proof
