@@ -47,8 +47,8 @@ class Spread(NamedTuple):
         error = math.hypot(self.error, other.error)
         if not error:
             return self
-        parts = [(one.error / error) ** 4 / one.freedom for one in (self, other)]
-        return Spread(error, max(1, math.floor(1.0 / sum(parts) + 1e-6)))
+        parts = sum((one.error / error) ** 4 / one.freedom for one in (self, other))
+        return Spread(error, max(1, math.floor(1.0 / parts + 1e-6)))
 
     def detectable(self, level: float) -> float:
         """Return the smallest true difference whose interval excludes 0 with probability :data:`POWER`."""

@@ -237,8 +237,9 @@ def _require_unicode(text: str, field: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"{field} has half of a surrogate pair at character {error.start + 1}"
-        raise _refused(where, half, "whole characters") from None
+        raise _refused(
+            where, f"{field} has half of a surrogate pair at character {error.start + 1}", "whole characters"
+        ) from None
 
 
 def _parse_message(value: object, where: str) -> Message:

@@ -209,11 +209,17 @@ def _dense(
     arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
 ) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
     """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
-    limits = arms.seq_len_tokens, arms.dense_tokens
     return {
         name: {
             (one.temperature, one.context_tokens): dense_rows(
-                arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits
+                arms.trunk,
+                head,
+                prompts[one.context_tokens],
+                texts,
+                depth,
+                one.temperature,
+                arms.seq_len_tokens,
+                arms.dense_tokens,
             )
             for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")
         }

@@ -118,8 +118,7 @@ AnyArm = TypeVar("AnyArm", bound=ArmResult)
 
 def recommended(arms: Iterable[AnyArm]) -> AnyArm | None:
     """Return the figures to serve: the fastest of those whose drafts are shown to pay. None: serve without drafts."""
-    paying = [arm for arm in arms if arm.pays == "above"]
-    return max(paying, key=lambda arm: arm.speedup or 0.0, default=None)
+    return max((arm for arm in arms if arm.pays == "above"), key=lambda arm: arm.speedup or 0.0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

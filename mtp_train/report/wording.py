@@ -73,8 +73,11 @@ def headline(report: Report) -> Finding:
 
 def ranked_arms(report: Report) -> list[Cell]:
     """Return the cells of drafting arms with a tau at the headline setting, the highest tau first."""
-    known = [cell for cell in report.at(report.headline).values() if cell.tau is not None]
-    return sorted(known, key=lambda cell: cell.tau or 0.0, reverse=True)
+    return sorted(
+        (cell for cell in report.at(report.headline).values() if cell.tau is not None),
+        key=lambda cell: cell.tau or 0.0,
+        reverse=True,
+    )
 
 
 def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
