@@ -319,11 +319,8 @@ def is_saved(directory: Path) -> bool:
 
 def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     """Return the splits, and the rows of each, that ``train[1:3]+test`` and the like name."""
-    counts = {name: len(rows) for name, rows in whole.items()}
-    return [
-        (part.splitname, range(part.from_, part.to))
-        for part in datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    ]
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in whole.items()})
+    return [(part.splitname, range(part.from_, part.to)) for part in parts]
 
 
 class _BadLineError(ValueError):

@@ -201,8 +201,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     if setting.depth and arm.plain is not None:
         pair = arm.against(arm.plain, setting)
         if gain := measured_speedup(pair):
-            found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
-            found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+            found |= {
+                "speedup": gain.value,
+                "speedup_ci95": gain.interval(0.05),
+                "break_even_tau": break_even_tau(pair.timed_head, pair.timed_baseline),
+            }
     return found
 
 

@@ -255,8 +255,10 @@ class HeadBeside(TrainerCallback):
             return
         sums_K, count_K = self.window
         mean_K = sums_K / count_K.clamp(min=1)
-        found = {"mtp_loss": float(mean_K @ self.weight_K)}
-        found |= {f"mtp_loss_{depth + 1}": float(mean) for depth, mean in enumerate(mean_K)}
+        found = {
+            "mtp_loss": float(mean_K @ self.weight_K),
+            **{f"mtp_loss_{depth}": float(mean) for depth, mean in enumerate(mean_K, start=1)},
+        }
         logs.update(found)
         state.log_history[-1].update(found)
         self.window.zero_()

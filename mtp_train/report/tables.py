@@ -119,8 +119,9 @@ def _point_table(
     alone = len(report.drafting) == 1
     for label, cells in points:
         for arm, cell in cells.items():
-            row = (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
-            groups.setdefault("" if alone else label, []).append(row)
+            groups.setdefault("" if alone else label, []).append(
+                (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
+            )
     return make_table((name if alone else "arm", *columns), groups)
 
 

@@ -259,10 +259,7 @@ def evaluate(
     subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
-        given = {"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only}
-        for flag, value in given.items():
-            if value:
-                raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
+        _refuse_server_flags({"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only})
     else:
         servers = [
             Server(
@@ -356,8 +353,9 @@ def _measure(
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
-    trunks = [one.trunk for one in subjects] or [one.checkpoint for one in servers]
-    grid = (grid or EvaluationGrid()).settled(specs, trunks)
+    grid = (grid or EvaluationGrid()).settled(
+        specs, [one.trunk for one in subjects] or [one.checkpoint for one in servers]
+    )
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with RunDirectory(out).held(progress.console, "the report"):
@@ -438,3 +436,9 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
                 "or name the run's trunk."
             )
     return arm_of_run(Path(checkpoint))
+
+
+def _refuse_server_flags(given: Mapping[str, Any]) -> None:
+    for flag, value in given.items():
+        if value:
+            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")

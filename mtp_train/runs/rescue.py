@@ -201,13 +201,7 @@ def probe(
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        report = load_report(place / TRAINING / REPORT_FILE)
-        found = replace(
-            found,
-            trained_tau=report.arms[RETRAINED].tau,
-            gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
-            trained_steps=load_recipe(place / TRAINING / RECIPE_FILE).train.max_steps,
-        )
+        found = _trained(found, place / TRAINING)
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
@@ -305,6 +299,17 @@ def _level(arm: ArmResult) -> HeadLevel:
     return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
 
 
+def _trained(found: ProbeResult, run_dir: Path) -> ProbeResult:
+    """Return a probe's result with the figures of its short training."""
+    report = load_report(run_dir / REPORT_FILE)
+    return replace(
+        found,
+        trained_tau=report.arms[RETRAINED].tau,
+        gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
+        trained_steps=load_recipe(run_dir / RECIPE_FILE).train.max_steps,
+    )
+
+
 def _lost_text(found: ProbeResult) -> str:
     if found.lost_overlap is None:
         if found.base is None:
@@ -392,21 +397,14 @@ def rescue(
                 "with --set train.max_steps=500."
             )
         if found.verdict == "graft":
-            reason = (
-                f"{found.reason}. To retrain the head all the same, choose another --out and add --set "
-                "train.max_steps=500"
-            )
-            return _result(recipe, GRAFT, reason, console)
+            again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
+            return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
     run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     # The refusal ends in the command for a graft, which is written here.
-    return _result(
-        recipe,
-        GRAFT if refused else RETRAINED,
-        "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0],
-        console,
-    )
+    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
+    return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
 
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:

@@ -142,13 +142,9 @@ def graft(
     notes = left_out(trunk, plan.layout)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
+    content = f"the trunk of {fine_tune}, the head of {base}"
     return WriteResult(
-        out=out,
-        content=f"the trunk of {fine_tune}, the head of {base}",
-        trunk=equal,
-        serves=serves,
-        notes=notes,
-        cure=probe_command(fine_tune, base),
+        out=out, content=content, trunk=equal, serves=serves, notes=notes, cure=probe_command(fine_tune, base)
     )
 
 
@@ -211,9 +207,8 @@ def merge(
     require_whole_trunk(source, adapter_beside=True)
     if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
-        load_tokenizer(
-            replace(source, config=with_fields(source, plan.config_fields)), trust_remote_code=False, adapter=lora.path
-        )
+        resized = replace(source, config=with_fields(source, plan.config_fields))
+        load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
     equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
@@ -281,14 +276,7 @@ def export(
         if not head_only:
             command = shlex.join(["mtp-train", "export", str(source), "--head-only", "--out", str(out)])
             raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{command}'.")
-        model, written = open_gguf(source), out / f"mtp-{source.name}"
-        refuse_existing(out, what="the GGUF file")
-        if not model.head:
-            raise CheckpointError(
-                f"{source}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(source)}'."
-            )
-        write_head_alone(model, written, progress)
-        return _head_in_gguf(written)
+        return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
     trunk, head, adapter = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
@@ -349,6 +337,19 @@ def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResul
 _ALONE = "the head alone"
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
 _ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
+
+
+def _head_of_gguf(file: Path, out: Path, progress: Progress) -> Path:
+    """Write ``mtp-NAME.gguf``, the head of a GGUF file as it is, into a new directory."""
+    model = open_gguf(file)
+    refuse_existing(out, what="the GGUF file")
+    if not model.head:
+        raise CheckpointError(
+            f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
+        )
+    written = out / f"mtp-{file.name}"
+    write_head_alone(model, written, progress)
+    return written
 
 
 def _head_in_gguf(file: Path) -> WriteResult:
@@ -438,12 +439,17 @@ def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
     require_trained_head(checkpoint)
     layout = layout_of(checkpoint)
     head = native_head_of(checkpoint, layout, layout, take=take)
-    declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
     return Artifact(
         layout=layout,
         num_modules=diagnosis.present_modules,
         num_depths=SUGGESTED_DEPTH,
         convention="auto",
-        head=replace(head, config_fields={**head.config_fields, **declared}),
+        head=replace(
+            head,
+            config_fields={
+                **head.config_fields,
+                **checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config),
+            },
+        ),
         notes={},
     )
