@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -97,8 +97,7 @@ class ServedRecord(PromptRecord):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Asked(NamedTuple):
     """The answers at one temperature."""
 
     records: Sequence[ServedRecord]
@@ -132,8 +131,14 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
     with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
         # Servers of one trunk name its files differently.
-        trunk = endpoint.model if server.name == SERVED else server.checkpoint
-        return measure_endpoint(endpoint, prompts, grid, progress, arm=server.name, trunk=trunk)
+        return measure_endpoint(
+            endpoint,
+            prompts,
+            grid,
+            progress,
+            arm=server.name,
+            trunk=endpoint.model if server.name == SERVED else server.checkpoint,
+        )
 
 
 def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int) -> Endpoint:
@@ -200,8 +205,11 @@ def measure_endpoint(
     drafts = None if None in pooled else any(one.rounds for one in pooled if one is not None)
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
     measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
-    cells = tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured))
-    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts))
+    return Served(
+        arm=measured,
+        cells=tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured)),
+        document=_document(endpoint, asked, drafts),
+    )
 
 
 def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
@@ -216,8 +224,11 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
 
 
 def _request(prompt: Prompt, temperature: float, grid: EvaluationGrid) -> Request:
-    sampling = Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed))
-    return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=grid.max_new_tokens, sampling=sampling)
+    return Request(
+        prompt_ids=prompt.prompt_ids,
+        max_new_tokens=grid.max_new_tokens,
+        sampling=Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed)),
+    )
 
 
 def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:

@@ -29,7 +29,7 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
-from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
+from mtp_train.evaluation.suites import suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import Shown, as_text, quiet_progress
@@ -129,8 +129,9 @@ def generate(
         "chat_template_kwargs": dict(chat_template_kwargs or {}),
         "draft_sampling": draft_sampling,
     }
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    return _decode(asked, texts, given, on_text, progress or quiet_progress())
+    return _decode(
+        asked, [prompts] if isinstance(prompts, str) else prompts, given, on_text, progress or quiet_progress()
+    )
 
 
 def _decode(
@@ -258,7 +259,7 @@ def evaluate(
     subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
-        _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
+        _refuse_server_flags({"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only})
     else:
         servers = [
             Server(
@@ -308,8 +309,7 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    place = None if tokenizer is None else str(tokenizer)
-    servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
+    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer), api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
     return _measure(specs, specs, grid, Path(out), progress, wandb, servers)
 
@@ -353,8 +353,9 @@ def _measure(
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
-    trunks = [one.trunk for one in subjects] or [one.checkpoint for one in servers]
-    grid = (grid or EvaluationGrid()).settled(specs, trunks)
+    grid = (grid or EvaluationGrid()).settled(
+        specs, [one.trunk for one in subjects] or [one.checkpoint for one in servers]
+    )
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with RunDirectory(out).held(progress.console, "the report"):
@@ -390,7 +391,7 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
         for run in _runs_of(spec)
         if (recipe := run.recipe) is not None
     }
-    first: Mapping[str, Any] = next(iter(given.values()), {})
+    first = next(iter(given.values()), {})
     if other := next((path for path, variables in given.items() if variables != first), None):
         raise DataError(
             f"{next(iter(given))} and {other}: other data.chat_template_kwargs; expected one form of the prompts for "
@@ -408,7 +409,7 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
         for label, contents in run.contents.items()
         if label.startswith("data.sources.")
     ]
-    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
+    place = suite_location(suite)
     files = local_files(place, suite) if place is not None and sources else None
     if not files:
         return ""
@@ -437,9 +438,7 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
     return arm_of_run(Path(checkpoint))
 
 
-def _refuse_server_flags(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_server_flags(given: Mapping[str, Any]) -> None:
+    for flag, value in given.items():
         if value:
-            raise DataError(
-                f"--{name.replace('_', '-')}: given without --endpoint; expected a server. Add --endpoint URL."
-            )
+            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
