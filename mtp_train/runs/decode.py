@@ -29,6 +29,7 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
+from mtp_train.evaluation.store import STUDY_FILE
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
@@ -289,8 +290,9 @@ def compare(
     Args:
         arms: For each arm ``[NAME=]TRUNK[+HEAD]`` or ``[NAME=]RUN``: a checkpoint with its own head, a trunk and what
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
-            Or ``NAME=http://host:port`` for every arm: servers of one trunk, which have to run at the same time. Of
-            two, the gate's rule judges the second against the first (``report.gate``).
+            Or ``NAME=http://host:port`` for every arm: servers of one trunk that run at the same time, or in place of
+            an address the directory of a finished evaluation of a server, with the same settings. Of two, the gate's
+            rule judges the second against the first (``report.gate``).
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
@@ -317,13 +319,14 @@ def compare(
 def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
     """Return the servers that arms name; none where the arms are checkpoints."""
     is_default = (tokenizer, api_key_env, concurrency) == (None, None, 1)
-    if is_default and not any("://" in arm for arm in arms):
+    urls = dict(arm.split("=", 1) for arm in arms if _is_served(arm.partition("=")[2]))
+    if is_default and not urls and not any("://" in arm for arm in arms):
         return []
-    urls = dict(arm.split("=", 1) for arm in arms if "://" in arm.partition("=")[2])
     if len(urls) != len(arms):
         raise DataError(
-            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
-            "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR."
+            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, or NAME=DIR of "
+            "a finished evaluation of one, under different names. To compare a checkpoint with its server, use "
+            "mtp-train evaluate CKPT --endpoint URL --out DIR."
         )
     servers = [
         Server(
@@ -338,6 +341,11 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
     ]
     place = tokenizer or served_checkpoint(servers[0])
     return [replace(one, checkpoint=place) for one in servers]
+
+
+def _is_served(place: str) -> bool:
+    """Return whether an arm is a server: an address, or the directory of a finished evaluation."""
+    return "://" in place or all((Path(place) / name).is_file() for name in (STUDY_FILE, REPORT_FILE))
 
 
 def _measure(
@@ -361,13 +369,16 @@ def _measure(
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         study = Study(specs, grid, out, progress, servers=servers)
-        is_finished = study.store.is_finished
-        report = load_report(out / REPORT_FILE) if is_finished else study_report(study.measure(), grid, title)
+        found = None if study.store.is_finished else study.measure()
+        report = load_report(out / REPORT_FILE) if found is None else study_report(found, grid, title)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
-        if not is_finished:
+        if found is not None:
             # With servers alone, nothing has been stored so far.
             study.store.claim()
+            for served in found.served.values():
+                for setting, records in served.arm.decoded.items():
+                    study.store.add(served.arm.name, setting, records)
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
         log_report(report, out, tracking)
