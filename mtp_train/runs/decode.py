@@ -34,6 +34,7 @@ from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import Shown, as_text, quiet_progress
+from mtp_train.runs.pipeline import record_verdict
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -282,6 +283,7 @@ def compare(
     tokenizer: str | Path | None = None,
     api_key_env: str | None = None,
     concurrency: int = 1,
+    judges: str | Path | None = None,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -299,6 +301,8 @@ def compare(
             they are on this machine.
         api_key_env: Environment variable with the key of the servers.
         concurrency: Requests to each server at a time.
+        judges: A run without a gate whose baseline and export two evaluations measured, in this order. The verdict is
+            recorded in its outcome, its report and the card of its export.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -313,7 +317,12 @@ def compare(
     place = None if tokenizer is None else str(tokenizer)
     servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
-    return _measure(specs, specs, grid, Path(out), progress, wandb, servers)
+    subjects = specs if judges is None else [subject_arm(str(judges), None, None)]
+    found = _measure(specs, subjects, grid, Path(out), progress, wandb, servers)
+    if judges is None:
+        return found
+    evaluation = servers[-1].evaluation if servers else None
+    return replace(found, report=record_verdict(Path(judges), found.report, Path(out), evaluation))
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
@@ -361,7 +370,7 @@ def _measure(
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
-    trunks = [one.trunk for one in subjects] or [one.checkpoint for one in servers]
+    trunks = [one.checkpoint for one in servers] or [one.trunk for one in subjects]
     grid = (grid or EvaluationGrid()).settled(specs, trunks)
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))

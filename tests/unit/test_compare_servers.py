@@ -6,48 +6,23 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_server import GROUPS, NEW_TOKENS, llama, serving, write_rows
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
 from mtp_train.evaluation.results import load_report
-from openai_server import Reply, ReplyFn, Served, completion, openai_server
-
-GROUPS, NEW_TOKENS = 8, 41
-
-
-def llama(accepted: int, *, text: str = "the same", ms_per_token: float = 1.0) -> ReplyFn:
-    """Answer as llama-server does: ``accepted`` drafts of three in most rounds, none drafted where it is -1."""
-
-    def reply(payload: dict[str, Any]) -> Reply:
-        rounds = (NEW_TOKENS - 1 - len(payload["prompt"]) % 3) // (1 + max(0, accepted))
-        timings = {"predicted_n": NEW_TOKENS, "prompt_ms": 1.0, "predicted_ms": NEW_TOKENS * ms_per_token}
-        if accepted >= 0:
-            timings |= {"draft_n": 3 * rounds, "draft_n_accepted": NEW_TOKENS - 1 - rounds}
-        document = json.loads(completion(text, "length").body)
-        return Reply(body=json.dumps({**document, "timings": timings}).encode())
-
-    return reply
-
-
-def serving(reply: ReplyFn) -> AbstractContextManager[Served]:
-    props = json.dumps({"model_path": str(demo_path("finetune"))})
-    return openai_server(reply, owner="llamacpp", shows={"/props": lambda: props})
+from openai_server import ReplyFn, openai_server
 
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
     rows = [{"prompt": f"{'word ' * number}?", "group": f"g{number}"} for number in range(GROUPS)]
     return write_rows(tmp_path / "suite.jsonl", rows)
-
-
-def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
