@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -29,12 +28,10 @@ from mtp_train.families import RawConfig
 from mtp_train.families.served_states import states_command
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
+from mtp_train.runs.context import RunContext
 from mtp_train.train.fetched_states import FetchedStates
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.precision import COMPUTE_DTYPES
-
-if TYPE_CHECKING:
-    from mtp_train.runs.run import Run
 
 SERVER_FILE = "states_server.json"
 PROVED_TEXTS = 4
@@ -87,7 +84,7 @@ class StatesSource:
 
 
 def open_source(
-    run: Run, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
+    run: RunContext, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
 ) -> StatesSource:
     """Connect to the recipe's server and let it prove itself; every process must call it.
 
@@ -137,7 +134,7 @@ def prove_trunk(
     console.print(f"{url}: prefers the trunk's token at {agreeing} of {positions} positions", highlight=False)
 
 
-def _require_same_server(run: Run, endpoint: Endpoint, identity: list[object]) -> None:
+def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[object]) -> None:
     path = run.directory.path / SERVER_FILE
     if path.is_file() and read_json(path)["identity"] != identity:
         raise ChangedInputError(
