@@ -27,6 +27,12 @@ def evaluate_command(checkpoint: str, out: str) -> str:
     return shlex.join(["mtp-train", "evaluate", checkpoint, *endpoint, "--out", out])
 
 
+def judge_command(run_dir: Path) -> str:
+    """Return the command that judges a run's export by the evaluations of its baseline and of the export."""
+    arms = [f"stale={run_dir}-baseline", f"retrained={run_dir}-served"]
+    return shlex.join(["mtp-train", "compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged"])
+
+
 def export_command(checkpoint: str) -> str:
     return shlex.join(["mtp-train", "export", checkpoint, "--out", grafted_name(checkpoint)])
 

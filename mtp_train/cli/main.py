@@ -369,17 +369,15 @@ def _add_decoding(commands: Any) -> None:
     _add_evaluate(evaluate.add_argument)
     _add_grid(evaluate.add_argument)
     compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _measure)
-    compare.add_argument(
-        "arms",
-        nargs="+",
-        metavar="[NAME=]TRUNK[+HEAD]",
-        help="a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
-        "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
-        "each: servers of one trunk, of which the second is judged against the first (exit code 3: not better)",
-    )
-    compare.add_argument(
-        "--tokenizer", metavar="CKPT", help="writes the prompts for servers (default: the first server's files)"
-    )
+    arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
+    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
+    arms += "each: servers of one trunk, or NAME=DIR of finished evaluations of servers; the second of two is judged "
+    arms += "against the first (exit code 3: not better)"
+    compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
+    written = "writes the prompts for servers (default: the first server's files)"
+    compare.add_argument("--tokenizer", metavar="CKPT", help=written)
+    judges = "a run without a gate, whose baseline and export two evaluations measured: record the verdict in it"
+    compare.add_argument("--judges", metavar="RUN", help=judges)
     _add_server(compare.add_argument)
     _add_grid(compare.add_argument)
 

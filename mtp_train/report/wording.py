@@ -84,7 +84,7 @@ def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
     retrained = report.arms.get(RETRAINED)
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
     if gate.outcome == "undecided":
-        unwritten = ": nothing is exported" if report.title is None else ""
+        unwritten = ": nothing is exported" if report.title is report.endpoint is None else ""
         return Finding("neutral", f"Undecided whether drafts pay{unwritten}", detail)
     if gate.outcome == "refused":
         shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
