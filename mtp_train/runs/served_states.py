@@ -110,6 +110,9 @@ def open_source(
     command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
     server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
     endpoint.choose_model(spec.model)
+    if endpoint.adapted is not None:
+        found = f"serves {endpoint.model}, an adapter on {endpoint.adapted}"
+        raise endpoint.unusable(found, "the trunk itself", "Name that (train.states.model)")
     proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
     ((_, first_TLD),) = server.states(proved[:1])
     identity = server.identity()
@@ -130,8 +133,12 @@ def prove_trunk(
 
     with ends.computing_in(dtype):
         positions, agreeing = prove(server, texts, logits_of)
-    url = server.endpoint.url
-    console.print(f"{url}: prefers the trunk's token at {agreeing} of {positions} positions", highlight=False)
+    endpoint = server.endpoint
+    console.print(
+        f"{endpoint.url}: prefers the trunk's token at {agreeing} of {positions} positions. It serves "
+        f"{endpoint.checkpoint}, whose layers are taken for the trunk's.",
+        highlight=False,
+    )
 
 
 def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[object]) -> None:
