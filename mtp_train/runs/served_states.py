@@ -129,7 +129,7 @@ def prove_trunk(
     """Check that the server's states are the trunk's, and print at how many positions they agree."""
 
     def logits_of(states_TD: Tensor) -> Tensor:
-        return ends.logits(ends.of_last_layer(states_TD.to(ends.lm_head_VD.device)))
+        return ends.logits(ends.of_last_layer(states_TD.to(ends.lm_head_VD.device, dtype)))
 
     with ends.computing_in(dtype):
         positions, agreeing = prove(server, texts, logits_of)
