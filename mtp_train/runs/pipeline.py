@@ -274,11 +274,7 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     processes = run.accelerator.num_processes
     training, _ = part_documents(run.recipe, documents)
     resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
-    run.recipe, choices = broadcast_object_list([resolved])[0]
-    if run.is_main:
-        run.directory.record_recipe(run.recipe)
-        for choice in choices:
-            run.progress.console.print(str(choice), highlight=False)
+    run.settle(broadcast_object_list([resolved])[0])
 
 
 def _report(run: Run, report: Report, console: Console) -> None:
@@ -355,9 +351,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     directory.require_ours(checked)
     with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
         accelerator, checked = join_processes(checked, directory)
-        # Answers need no gate, and no groups for its interval.
-        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
-        run.recipe = checked
+        run = Run.begin(checked, directory, accelerator, progress, judges=False)
         if settings.endpoint is None:
             run.decoding_trunk(answering_dtype(run))
         elif checked.decodes:

@@ -24,6 +24,7 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.context import RunContext
 from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.refusals import require_answers
+from mtp_train.runs.resolve import Choice
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.runs.trunks import decoding_trunk, states_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
@@ -59,17 +60,31 @@ class Run(RunContext):
         accelerator: RunAccelerator,
         progress: Progress,
         attempt: Attempt | None = None,
+        *,
+        judges: bool = True,
     ) -> Run:
-        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory."""
+        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory.
+
+        Args:
+            judges: Whether the gate, if the recipe has one, needs its groups of prompts.
+        """
         is_main = accelerator.is_main_process
         if is_main:
             directory.require_same_inputs(recipe, progress, anew=True)
-        inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+        inputs = gather_inputs(recipe, accelerator.num_processes, progress, judges=judges)
         records = directory.hash_inputs(recipe, progress) if is_main else {}
         if is_main:
             adapter = records[ADAPTER].contents if ADAPTER in records else None
             require_answers(recipe, directory.path, (records[TRUNK].contents, adapter))
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
+
+    def settle(self, choices: Sequence[Choice]) -> None:
+        """Set fields that were ``auto`` in the recipe and in its record, and print why."""
+        self.recipe = self.recipe.replaced({one.field: one.value for one in choices})
+        if self.is_main:
+            self.directory.record_recipe(self.recipe)
+            for choice in choices:
+                self.progress.console.print(str(choice), highlight=False)
 
     def states(
         self,

@@ -171,10 +171,7 @@ def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], None], resume_step:
 def record_lr(run: Run, overlap: float) -> float:
     """Return the automatic learning rate for a head that starts with an overlap at depth 1, and record it."""
     choice = lr_choice(run.recipe, text_config_of(run.inputs.finetune).hidden_size, overlap)
-    run.recipe = run.recipe.replaced({choice.field: choice.value})
-    if run.is_main:
-        run.directory.record_recipe(run.recipe)
-        run.progress.console.print(str(choice), highlight=False)
+    run.settle([choice])
     return run.recipe.train.lr
 
 

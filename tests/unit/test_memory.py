@@ -95,7 +95,7 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
 ) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     judged = tiny_recipe(pristine, tmp_path / "run", model__dtype="float32")
-    gathered = gather_inputs(judged, 1, quiet_progress())
+    gathered = gather_inputs(judged, 1, quiet_progress(), judges=True)
     run = Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
     trunk = load_trunk(pristine / "finetune", gathered.finetune.family, dtype="float32")
     weights = sum(one.numel() for one in trunk.parameters())
