@@ -111,9 +111,9 @@ SAMPLE = Report(
     ),
 )
 METRICS = [
-    {"step": 10, "loss": 2.5, "loss_depth_1": 2.0, "loss_depth_2": 3.0},
+    {"step": 10, "loss": 2.5, "loss_depth_1": 2.0, "loss_depth_2": 3.0, "seconds_fetch": 0.5, "seconds_waiting": 1.0},
     {"step": 10, "held_out_tau": 1.5, "held_out_tau_sampled": 1.4},
-    {"step": 20, "loss": 1.5, "loss_depth_1": 1.0, "loss_depth_2": None},
+    {"step": 20, "loss": 1.5, "loss_depth_1": 1.0, "loss_depth_2": None, "seconds_fetch": 0.5, "seconds_waiting": 0.0},
     {"step": 20, "held_out_tau": 1.8, "held_out_tau_sampled": 1.7},
     {"step": 30, "loss": 1.2, "loss_depth_1": 0.8, "loss_depth_2": 1.9},
 ]

@@ -6,12 +6,14 @@ different number of times.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +26,11 @@ from torch.distributed.tensor import DTensor
 from cpu_shards import pretend_to_have_gpus
 from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
+from mtp_train.heads.lora import put_on_lora
+from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.launch import make_accelerator
+from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.loop import train_head
 from mtp_train.train.shard import ShardedStates, give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk
@@ -38,10 +42,14 @@ SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 TIED = "qwen3_5, tied"
 HALF = "qwen3_5, bfloat16"
+HALF_EXPERTS = "glm4_moe, bfloat16"
+ADAPTED = "glm4_moe, bfloat16, LoRA"
+RESUMED = (HALF_EXPERTS, ADAPTED)
+"""Their last step is done again, from the state before it."""
 RECOMPUTED = "qwen3_5, recomputed"
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
-CASES = (*ALL_FAMILIES, TIED, HALF, RECOMPUTED, KEYS_ONLY)
+CASES = (*ALL_FAMILIES, TIED, HALF, *RESUMED, RECOMPUTED, KEYS_ONLY)
 KEPT_CASES = (
     "qwen3_5",
     "deepseek_v4",
@@ -91,6 +99,16 @@ class Trained(NamedTuple):
     """Of them in this process, between steps."""
     left: int
     """Of them in this process, after they were given up."""
+    ends: int
+    """Numbers of the trunk outside of its layers."""
+    held_ends: int
+    """Of them in this process, between steps."""
+    rounded: int
+    """Numbers in the head's linear layers and experts."""
+    gathered: int
+    """Gathers of so many numbers, in bf16."""
+    summed: list[str]
+    """The dtypes in which gradients were summed over the processes."""
 
 
 class Kept(NamedTuple):
@@ -126,22 +144,47 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
 def trunk_of(case: str) -> Trunk:
     """Return the trunk of a case, whole."""
     trunk = tiny_trunk(case.split(", ")[0], tied=case == TIED)
-    return trunk.to(torch.bfloat16) if case == HALF else trunk
+    return trunk.to(torch.bfloat16) if "bfloat16" in case else trunk
 
 
-def train(case: str, accelerator: Accelerator) -> Trained:
-    """Train a case for two steps."""
+def module_of(case: str, accelerator: Accelerator) -> HeadTraining:
+    """Return the trunk and the head of a case, whole."""
     trunk = trunk_of(case)
-    whole = held(trunk)
-    module = HeadTraining(
+    head = chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk)
+    if case == ADAPTED:
+        put_on_lora(head, LoraSection(r=2), seed=0)
+    return HeadTraining(
         (ShardedStates if shards_trunk(accelerator) else TrunkStates)(trunk),
-        chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk),
+        head,
         num_depths=NUM_DEPTHS,
         kind="kl",
         temperature=1.0,
         recompute=case == RECOMPUTED,
-        compute_dtype=torch.bfloat16 if case == HALF else torch.float32,
+        compute_dtype=torch.bfloat16 if "bfloat16" in case else torch.float32,
     )
+
+
+@contextlib.contextmanager
+def recording(new: str, old: str) -> Iterator[list[tuple[str, int]]]:
+    """Yield a list that gets dtype and size of the result of every call of a collective, which torch 2.13 renamed."""
+    name = new if hasattr(torch.distributed, new) else old
+    collective, found = getattr(torch.distributed, name), list[tuple[str, int]]()
+
+    def recorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append((str(output.dtype), output.numel()))
+        return collective(output, *args, **kwargs)
+
+    setattr(torch.distributed, name, recorded)
+    yield found
+    setattr(torch.distributed, name, collective)
+
+
+def train(case: str, accelerator: RunAccelerator) -> Trained:
+    """Train a case for two steps."""
+    module = module_of(case, accelerator)
+    whole, layers = held(module.states), held(module.states.trunk.layers)
+    weights = module.head.named_parameters()
+    rounded = sum(one.numel() for name, one in weights if one.ndim > 1 and not name.endswith("gate.weight"))
     recipe = tiny_recipe(
         Path("anywhere"),
         Path("anywhere"),
@@ -149,31 +192,46 @@ def train(case: str, accelerator: Accelerator) -> Trained:
         data__seq_len_tokens=SEQ_LEN,
         train__tokens_per_step=SEQUENCES * SEQ_LEN,
         train__max_steps=STEPS,
-        train__save_steps=STEPS,
+        train__save_steps=1,
     )
     lines = Lines()
     plan = plan_of(recipe, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    with tempfile.TemporaryDirectory() as directory:
-        train_head(
-            module,
-            options=train_options(recipe),
-            plan=plan,
-            batch_fn=sequences,
-            accelerator=accelerator,
-            state_dir=Path(directory),
-            make_log=lambda _step: lines,
-            on_step=lambda _done: None,
-        )
-        accelerator.wait_for_everyone()
-    kept = held(trunk)
+    with (
+        tempfile.TemporaryDirectory() as own,
+        recording("all_gather_single", "all_gather_into_tensor") as gathers,
+        recording("reduce_scatter_single", "reduce_scatter_tensor") as sums,
+    ):
+        directory = Path(accelerator.said_by_main(own))
+        for again in range(1 + (case in RESUMED)):
+            if again:
+                module = module_of(case, accelerator)
+                if accelerator.is_main_process:
+                    shutil.rmtree(directory / f"step-{STEPS:08d}")
+                accelerator.free_memory()
+                accelerator.wait_for_everyone()
+            train_head(
+                module,
+                options=train_options(recipe),
+                plan=plan,
+                batch_fn=sequences,
+                accelerator=accelerator,
+                state_dir=directory,
+                make_log=lambda _step: lines,
+                on_step=lambda _done: None,
+            )
+            accelerator.wait_for_everyone()
+    trunk = module.states.trunk
+    kept, kept_ends = held(trunk), held(trunk) - held(trunk.layers)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)
     reference = weakref.ref(trunk)
     del trunk, module
     gc.collect()
     left = reference()
-    return Trained(lines.losses, whole, kept, 0 if left is None else held(left))
+    remain = 0 if left is None else held(left)
+    gathered, summed = gathers.count(("torch.bfloat16", rounded)), sorted({dtype for dtype, _ in sums})
+    return Trained(lines.losses, whole, kept, remain, whole - layers, kept_ends, rounded, gathered, summed)
 
 
 if __name__ == "__main__":

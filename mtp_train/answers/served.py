@@ -26,7 +26,7 @@ from mtp_train.answers.generate import Answering
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.trunk.ends import non_finite_error
+from mtp_train.trunk.ends import Ends, non_finite_error
 from mtp_train.trunk.load import Trunk
 
 FALSE_ALARM = 1e-6
@@ -66,8 +66,21 @@ def allowance(variance: float, rate: float = FALSE_ALARM) -> float:
     return log / 3 + math.sqrt((log / 3) ** 2 + 2 * variance * log)
 
 
+class Judge(NamedTuple):
+    """What shows how probable a text is under the trunk."""
+
+    ends: Ends
+    hidden: Callable[[Sequence[int]], Tensor]
+    """From the tokens of a text to its hidden states, (T, D)."""
+
+    @classmethod
+    def of(cls, trunk: Trunk) -> Judge:
+        device = trunk.lm_head_VD.device
+        return cls(trunk, lambda token_ids: trunk.hidden(torch.tensor([token_ids], device=device))[0])
+
+
 @torch.no_grad()
-def fit_of(trunk: Trunk, answers: Sequence[Answer], sampling: Sampling, eos_ids: Collection[int]) -> AnswerFit:
+def fit_of(judge: Judge, answers: Sequence[Answer], sampling: Sampling, eos_ids: Collection[int]) -> AnswerFit:
     """Return how probable responses are under the trunk, by one forward pass over each.
 
     Args:
@@ -79,17 +92,17 @@ def fit_of(trunk: Trunk, answers: Sequence[Answer], sampling: Sampling, eos_ids:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
     tokens, sums = 0, [0.0, 0.0, 0.0]
-    rows = SamplingRows.stack([sampling], trunk.lm_head_VD.device)
+    ends, device = judge.ends, judge.ends.lm_head_VD.device
+    rows = SamplingRows.stack([sampling], device)
     for prompt_ids, response_ids in answers:
-        tokens_1T = torch.tensor([[*prompt_ids, *response_ids]], device=trunk.lm_head_VD.device)
-        hidden_TD = trunk.hidden(tokens_1T)[0, len(prompt_ids) - 1 : -1]
-        said_T = tokens_1T[0, len(prompt_ids) :]
+        hidden_TD = judge.hidden([*prompt_ids, *response_ids]).to(device)[len(prompt_ids) - 1 : -1]
+        said_T = torch.tensor(response_ids, device=device)
         tokens += len(said_T)
         for start in range(0, len(said_T), ROWS_AT_A_TIME):
             part = slice(start, start + ROWS_AT_A_TIME)
-            logits_TV = trunk.logits(hidden_TD[part])
+            logits_TV = ends.logits(hidden_TD[part])
             if not logits_TV.amax().isfinite():
-                raise non_finite_error("trunk", trunk, tokens_1T.shape[1])
+                raise non_finite_error("trunk", ends, len(prompt_ids) + len(response_ids))
             p_TV = probabilities(logits_TV[None], rows)[0].double()
             more = _moments(p_TV, said_T[part], sorted(eos_ids))
             sums = [one + other for one, other in zip(sums, more, strict=True)]
@@ -122,7 +135,7 @@ def regenerate_served(
     store: RegeneratedStore,
     endpoint: Endpoint,
     answering: Answering,
-    trunk: Trunk,
+    judge: Judge,
     on_prompt: Callable[[int, int], None],
 ) -> tuple[int, list[str]]:
     """Send prompts to a server, and store its responses once a sample of them is found to be the trunk's.
@@ -146,7 +159,7 @@ def regenerate_served(
         rows = unchecked.copy()
         unchecked.clear()
         if rows:
-            _require_trunks(rows, trunk, answering, endpoint.url)
+            _require_trunks(rows, judge, answering, endpoint.url)
             store.append(rows)
             stored += len(rows)
 
@@ -170,11 +183,11 @@ def regenerate_served(
     return stored, refusals
 
 
-def _require_trunks(rows: Sequence[RegeneratedRow], trunk: Trunk, answering: Answering, url: str) -> None:
+def _require_trunks(rows: Sequence[RegeneratedRow], judge: Judge, answering: Answering, url: str) -> None:
     readable = [(row.prompt_ids, row.response_ids) for row in rows if row.response_ids]
     if not readable:
         return
-    fit = fit_of(trunk, spread(readable, f"{rows[0].id} {len(rows)}"), answering.sampling, answering.eos_ids)
+    fit = fit_of(judge, spread(readable, f"{rows[0].id} {len(rows)}"), answering.sampling, answering.eos_ids)
     if not fit.is_trunks:
         raise DataError(
             f"{url}: gives answers that are not the trunk's: over {fit.answers} of its last "

@@ -24,7 +24,7 @@ from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, response_counts
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response, read_api_key
 from mtp_train.answers.generate import noise_seed
-from mtp_train.answers.served import fit_of, spread
+from mtp_train.answers.served import Judge, fit_of, spread
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
@@ -342,7 +342,7 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
         answers = [
             (one.prompt_ids, one.token_ids) for one in records if isinstance(one, ServedRecord) and one.token_ids
         ]
-        fit = fit_of(trunk, spread(answers, f"{temperature}"), setting.sampling(seed=0), eos_ids)
+        fit = fit_of(Judge.of(trunk), spread(answers, f"{temperature}"), setting.sampling(seed=0), eos_ids)
         # Among few tokens, those of probability 0 would pass as well.
         verdict = None if fit.is_trunks and fit.allowed >= fit.expected else fit.is_trunks
         found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})

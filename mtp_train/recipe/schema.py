@@ -85,6 +85,7 @@ class Recipe(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._of_arms()
+        yield from self._of_states()
         yield from self._of_the_head()
         yield from self._of_the_study()
 
@@ -110,6 +111,17 @@ class Recipe(RecipeSection):
             yield f"gate.baseline: 'graft' with head.init: native; expected native. Write gate.baseline: auto{added}."
         elif "retrained" in arms and baseline not in arms:
             yield f"gate.baseline: {baseline!r}, which is not in evaluate.arms; expected one of these. Add it there."
+
+    def _of_states(self) -> Iterator[str]:
+        cures = {
+            "adapter": "Merge it (mtp-train merge), and serve what that writes",
+            "offload": "Leave it out, as no layer is loaded here",
+            "quantization": "Leave it out, and let the server quantise",
+        }
+        for name, cure in cures.items():
+            value = getattr(self.model, name)
+            if self.train.states is not None and value is not None:
+                yield f"model.{name}: {value!r} with train.states, whose server runs the trunk; expected null. {cure}."
 
     def _of_the_head(self) -> Iterator[str]:
         head, unroll, depth = self.head, self.objective.unroll, self.evaluate.depth

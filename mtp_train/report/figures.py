@@ -24,6 +24,7 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ArmResult, Report
 from mtp_train.report.tables import context_words
 from mtp_train.report.wording import group_arms
+from mtp_train.train.log import STEP_PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +99,7 @@ class FigureFile:
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
-ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out", "learning_rate")
+ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out", "learning_rate", "seconds")
 """Stems of figures that the page shows together."""
 
 
@@ -179,10 +180,12 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     # A single depth has the curve of the loss itself.
     loss = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
     tau = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
+    seconds = "Seconds of each part of training since the log line before, by step."
     kinds = (
         ("loss", loss, "training loss", names if len(depths) > 1 else {"loss": "loss"}),
         ("held_out", tau, "tokens per round (tau)", {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"}),
         ("learning_rate", "Learning rate by step.", "learning rate", {"lr": "learning rate"}),
+        ("seconds", seconds, "seconds", {f"seconds_{part}": part for part in (*STEP_PARTS, "waiting")}),
     )
     return [
         FigureFile(stem, caption, _lines(drawn, "training step", label))

@@ -49,6 +49,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.served_states import served_layers, serving_command
 from mtp_train.runs.settings import measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
@@ -150,8 +151,9 @@ class Shapes:
         model = self.model
         on_gpu = device.kind == "cuda"
         stored = self._checkpoint if self._is_packed and on_gpu else None
+        options = memory_options(recipe)
         memory = estimate_footprint(
-            memory_options(recipe),
+            options,
             self.trunk,
             self._head,
             plan,
@@ -162,9 +164,11 @@ class Shapes:
             packed_bytes=None if stored is None else stored.num_bytes,
         )
         shards = None
-        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
-        if on_gpu and recipe.model.quantization is None and not self._is_packed:
-            shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
+        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3, unless they are served.
+        is_packed = self._is_packed or recipe.model.quantization is not None
+        if on_gpu and (options.is_served or not is_packed):
+            is_adapted = recipe.model.adapter is not None
+            shards = in_shards(memory, options, self.trunk, self._head, plan, is_adapted=is_adapted)
         answered = recipe.data.regenerate
         own = None if answered is None or answered.endpoint else answered.batch_size
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
@@ -239,6 +243,8 @@ class CheckResult(Shown):
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
     kernels: str | None
     """A sentence on a package of kernels that the device would use and that is not installed here."""
+    states_command: str | None
+    """The command that serves the trunk's hidden states; None for a recipe that computes them."""
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
@@ -272,6 +278,7 @@ class CheckResult(Shown):
             "precision_reason": self.precision_reason,
             "family": self.family,
             "kernels": self.kernels,
+            "states_command": self.states_command,
             "data": self.data,
             "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
@@ -341,7 +348,7 @@ class CheckResult(Shown):
             f"{_count(memory.trunk_parameters)}, frozen){several}"
         )
 
-    def _sizes(self) -> Iterator[tuple[str, str]]:
+    def _sizes(self) -> Iterator[tuple[str, str | None]]:
         memory, shards = self.memory, self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
@@ -355,6 +362,18 @@ class CheckResult(Shown):
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
             yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"
+        tokens = self.plan.sequences_per_step * self.plan.seq_len_tokens
+        yield (
+            "hidden states",
+            f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
+        )
+        yield "  from a server", self.states_command
+        if shards is not None:
+            head = f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step"
+            layers = (
+                f"; {shards.pass_bytes / GIB:.2f} GiB of layers in each pass, {self.plan.accumulation} a step or more"
+            )
+            yield "  received in shards by each process", head + (layers if shards.pass_bytes else "")
         yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
 
 
@@ -450,6 +469,10 @@ def _checked(
     kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
+    served = None
+    if recipe.train.states is not None:
+        layers = served_layers(text_config, head_family.wiring.trunk_layers(text_config))
+        served = serving_command(recipe, path, raw, layers)
     return CheckResult(
         recipe=recipe,
         precision_reason=reason,
@@ -460,6 +483,7 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
+        states_command=served,
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),

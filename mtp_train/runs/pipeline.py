@@ -301,7 +301,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         run.recipe = checked
         if settings.endpoint is None:
             run.decoding_trunk(answering_dtype(run))
-        else:
+        elif checked.decodes:
+            run.decoding_trunk()
+        elif checked.train.states is None:
             load_to_train(run)
         run.claim()
         _, counts = generate_responses(run, settings)

@@ -25,6 +25,7 @@ from mtp_train.data.groups import holdout_of
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
 from mtp_train.families import Convention, Family, RawConfig
+from mtp_train.families.served_states import states_refusal
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
@@ -73,7 +74,8 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     ]
     with named_rejections(model.path):
         found = _errors_of(checks)
-    return [*_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path), *found]
+    of_head = _of_the_head(recipe, model, convention)
+    return [*of_head, *_of_states(recipe, model), *_of_the_demo(recipe, model.path), *found]
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
@@ -117,6 +119,15 @@ def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> 
     if recipe.model.offload is not None:
         checks.append(partial(require_offload, world_size, config, where=path))
     return checks
+
+
+def _of_states(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
+    reason = None if recipe.train.states is None else states_refusal(model.family, model.config)
+    if reason is not None:
+        yield RecipeError(
+            f"train.states: vLLM has no hidden states of {model.path}: {reason}; expected a trunk of which it has. "
+            "Write train.states: null, with model.offload: cpu for a trunk that the device cannot hold."
+        )
 
 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:

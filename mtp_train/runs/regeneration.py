@@ -15,7 +15,7 @@ import torch
 from mtp_inference import Sampling, SpeculativeDecoder
 from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, missing_prompts, regenerate
-from mtp_train.answers.served import regenerate_served
+from mtp_train.answers.served import Judge, regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,
@@ -34,10 +34,10 @@ from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.trunks import answering_dtype, trunk_in_shards
+from mtp_train.runs.trunks import answering_dtype, served_judge, trunk_in_shards
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
-from mtp_train.train.shard import shard_decoder
+from mtp_train.train.shard import shard_decoder, shards_trunk
 from mtp_train.trunk.load import Trunk
 
 COPIED_FROM_FILE = "copied.json"
@@ -64,7 +64,8 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     accelerator = run.accelerator
     progress = run.progress
     directory, deciding = responses_directory(run, settings)
-    is_shared = run.held.form == "in shards"
+    needs_one = settings.endpoint is None or recipe.decodes or recipe.train.states is not None
+    is_shared = shards_trunk(accelerator) and not needs_one
     rank, world = (0, 1) if is_shared else (accelerator.process_index, accelerator.num_processes)
     store = RegeneratedStore(directory, rank=rank, world=world)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
@@ -91,9 +92,7 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(run, store, answering, rows, on_progress)
     else:
-        trunk = trunk_in_shards(run) if is_shared else run.decoding_trunk()
-        answer = partial(answer_by_server, run, settings, trunk, store, answering, on_progress)
-        said = with_followers(trunk, accelerator, answer) if is_shared else answer()
+        said = _answered_by_server(run, settings, store, answering, on_progress, is_shared=is_shared)
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -103,6 +102,26 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts
+
+
+def _answered_by_server(
+    run: Run,
+    settings: RegenerateSpec,
+    store: RegeneratedStore,
+    answering: Answering,
+    on_progress: Callable[[int, int], None],
+    *,
+    is_shared: bool,
+) -> str:
+    """Let the recipe's server answer, judged by the trunk here or by the states of the server that has its layers."""
+    answer = partial(answer_by_server, run, settings, store, answering, on_progress)
+    if run.recipe.train.states is not None and run.held.whole is None:
+        texts = [prompt.prompt_ids for prompt in run.inputs.text.prompts]
+        return answer(served_judge(run, run.recipe.train.states, texts))
+    if not is_shared:
+        return answer(Judge.of(run.decoding_trunk()))
+    trunk = trunk_in_shards(run)
+    return with_followers(trunk, run.accelerator, partial(answer, Judge.of(trunk)))
 
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
@@ -197,10 +216,10 @@ def _follow(trunk: Trunk, accelerator: RunAccelerator) -> None:
 def answer_by_server(
     run: Run,
     settings: RegenerateSpec,
-    trunk: Trunk,
     store: RegeneratedStore,
     answering: Answering,
     on_progress: Callable[[int, int], None],
+    judge: Judge,
 ) -> str:
     """Generate the responses to this process's prompts on the recipe's server.
 
@@ -214,13 +233,13 @@ def answer_by_server(
         str(settings.endpoint),
         inputs.tokenizer,
         inputs.eos_ids,
-        len(trunk.lm_head_VD),
+        len(judge.ends.lm_head_VD),
         api_key=read_api_key(settings.api_key_env),
         concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        stored, refusals = regenerate_served(missing, store, endpoint, answering, trunk, on_progress)
+        stored, refusals = regenerate_served(missing, store, endpoint, answering, judge, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "generated": stored, "refused": len(refusals)}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", facts)
     refused = f", {len(refusals)} refused ({refusals[-1]})" if refusals else ""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.states import StatesServer, prove
@@ -23,11 +25,10 @@ from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import ChangedInputError
+from mtp_train.families import RawConfig
 from mtp_train.families.served_states import states_command
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
-from mtp_train.runs.inputs import Inputs
 from mtp_train.train.fetched_states import FetchedStates
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -41,21 +42,15 @@ QUIET_SECONDS = 30.0
 """The same reason to wait is printed again after so long."""
 
 
-def served_layers(inputs: Inputs, recipe: Recipe, layers: Sequence[int]) -> list[int]:
+def served_layers(text_config: PretrainedConfig, layers: Sequence[int]) -> list[int]:
     """Return the states that a server of the trunk has to return, by the number of layers before them, ascending."""
-    config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
-    return sorted({*layers, int(config.num_hidden_layers)})
+    return sorted({*layers, int(text_config.num_hidden_layers)})
 
 
-def serving_command(inputs: Inputs, recipe: Recipe, layers: Sequence[int]) -> str:
+def serving_command(recipe: Recipe, trunk: Path, config: RawConfig, layers: Sequence[int]) -> str:
     """Return the command that starts a server of the trunk's states."""
-    return states_command(
-        recipe.model.trunk,
-        inputs.finetune.config,
-        served_layers(inputs, recipe, layers),
-        f"{recipe.run_dir}/served",
-        recipe.data.seq_len_tokens,
-    )
+    directory = Path(recipe.run_dir).absolute() / "served"
+    return states_command(str(trunk), config, layers, str(directory), recipe.data.seq_len_tokens)
 
 
 @dataclass(frozen=True)
@@ -92,9 +87,13 @@ class StatesSource:
 
 
 def open_source(
-    run: Run, spec: StatesSpec, ends: Ends, documents: Sequence[Document], layers: tuple[int, ...]
+    run: Run, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
 ) -> StatesSource:
     """Connect to the recipe's server and let it prove itself; every process must call it.
+
+    Args:
+        texts: Of which some are sent for the proof.
+        layers: The layers whose inputs the head reads, see ``Ends.show_layers``.
 
     Raises:
         DataError: The server cannot be used, or its states are not the trunk's.
@@ -110,20 +109,17 @@ def open_source(
         concurrency=max(1, spec.concurrency // accelerator.num_processes),
     )
     endpoint.on_wait = shown_waits(console)
-    server = StatesServer(
-        endpoint,
-        served_layers(inputs, run.recipe, layers),
-        int(ends.config.hidden_size),
-        command=serving_command(inputs, run.recipe, layers),
-    )
+    served = served_layers(ends.config, layers)
+    command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
+    server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
     endpoint.choose_model(spec.model)
-    texts = [document.input_ids.tolist() for document in documents[:: max(1, len(documents) // PROVED_TEXTS)]]
-    ((_, first_TLD),) = server.states(texts[:1])
+    proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
+    ((_, first_TLD),) = server.states(proved[:1])
     identity = server.identity()
     with accelerator.failing_together():
         if run.is_main:
             _require_same_server(run, endpoint, identity)
-            prove_trunk(server, texts[:PROVED_TEXTS], ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
+            prove_trunk(server, proved, ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
     return StatesSource(server, ends, layers, identity, first_TLD.dtype)
 
 

@@ -55,6 +55,7 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
         held=recipe.model.dtype,
         quantization=recipe.model.quantization,
         offloads=recipe.model.offload is not None,
+        is_served=recipe.train.states is not None,
         loss_vocab=recipe.head.draft_vocab if serves_draft_vocab(recipe.head.kind) else None,
         lora=recipe.head.lora,
     )

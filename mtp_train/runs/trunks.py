@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 
+from mtp_train.answers.served import Judge
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.progress import shown_loading
-from mtp_train.recipe.sections import HiddenCacheSpec
+from mtp_train.recipe.sections import HiddenCacheSpec, StatesSpec
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.check import Shapes
 from mtp_train.runs.refusals import HeadOnTrunk
@@ -129,7 +131,8 @@ def states_of(
     source = None
     if served is not None:
         run.release_trunk()
-        source = open_source(run, served, _ends(run), documents, layers)
+        texts = [document.input_ids.tolist() for document in documents]
+        source = open_source(run, served, _ends(run), texts, layers)
         if cached is None and is_read_once:
             return source.states(documents, COMPUTE_DTYPES[run.recipe.train.precision], kept)
     cache = cache_of(run, cached or HiddenCacheSpec(), documents, layers, source)
@@ -138,6 +141,20 @@ def states_of(
         _build(run, cache, missing, layers, source)
     run.release_trunk()
     return CachedStates(_ends(run), cache, COMPUTE_DTYPES[run.recipe.train.precision])
+
+
+def served_judge(run: Run, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Judge:
+    """Return the judge of texts by the states of the recipe's server; every process must call it."""
+    config = text_config_of(run.inputs.finetune, trust_remote_code=run.recipe.model.trust_remote_code)
+    layers = run.inputs.head_plan.family.wiring.trunk_layers(config)
+    ends = _ends(run)
+    source = open_source(run, spec, ends, texts, tuple(layers))
+
+    def hidden(token_ids: Sequence[int]) -> Tensor:
+        ((_, states_TD),) = source.fetch([token_ids])
+        return states_TD.to(ends.lm_head_VD)
+
+    return Judge(ends, hidden)
 
 
 def _ends(run: Run) -> Ends:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.plan import Plan
-from mtp_train.train.shard import shard_layers, shards_trunk, whole
+from mtp_train.train.shard import shard_head, shard_layers, shards_trunk, whole
 from mtp_train.train.state import allocate_zero_moments
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.upstream.transformers_private import forget_deepspeed
@@ -192,7 +192,17 @@ def prepare(
         shard_layers(module, accelerator)
     else:
         module.to(accelerator.device)
+    groups = [group["params"] for group in optimizer.param_groups]
+    if accelerator.distributed_type is DistributedType.FSDP:
+        shards = shard_head(module)
+        groups = [[shards[whole] for whole in params] for params in groups]
+        # accelerate finds sharded parameters again by the address of their data, which an empty shard lacks.
+        for group in optimizer.param_groups:
+            group["params"] = []
     wrapped, prepared = accelerator.prepare(module, optimizer)
+    if accelerator.distributed_type is DistributedType.FSDP:
+        for group, params in zip(prepared.param_groups, groups, strict=True):
+            group["params"] = params
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         allocate_zero_moments(prepared.optimizer)
     if accelerator.num_processes > 1 and type(wrapped) is HeadTraining:

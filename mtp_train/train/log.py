@@ -17,6 +17,8 @@ from mtp_train.checkpoints.writing import write_json, write_text
 from mtp_train.errors import RecipeError
 
 METRICS_FILE = "metrics.jsonl"
+STEP_PARTS = ("fetch", "forward", "backward", "optimiser")
+"""Parts of a step whose seconds are logged, beside those of waiting."""
 TRACKED_FILE = "tracked.json"
 """The id of a directory's Weights & Biases run, under which a resumed run and its report go on."""
 WandbMode = Literal["off", "offline", "online"]

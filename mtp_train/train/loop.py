@@ -31,7 +31,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
-from mtp_train.train.log import RunLog
+from mtp_train.train.log import STEP_PARTS, RunLog
 from mtp_train.train.packed_rows import valid_rows
 from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
@@ -45,6 +45,7 @@ from mtp_train.train.state import (
     newest_whole_step,
     save_state,
 )
+from mtp_train.train.step_timer import StepTimer
 from mtp_train.train.stopping import noted_signal, stopped_after
 from mtp_train.trunk.states import States
 
@@ -65,6 +66,8 @@ class LogSums:
     tokens: int = 0
     seconds_before: float = 0.0
     """Seconds before this process resumed the run."""
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+    """Seconds of each part of a step but waiting, which is the rest."""
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -82,6 +85,7 @@ class LogSums:
             "targets_K": self.targets_K,
             "tokens": self.tokens,
             "seconds_before": self.seconds,
+            "parts": self.parts,
         }
 
 
@@ -104,6 +108,7 @@ class Training:
     facts: dict[str, Any]
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
+    timer: StepTimer
 
     def documents_from(self, done: int) -> Iterator[int]:
         """Yield the documents that this process reads after ``done`` steps, in order."""
@@ -207,6 +212,7 @@ def train_head(
         log=make_log(done),
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
         sums=LogSums(**load_sums(state_dir, done)) if done else LogSums.zero(module.num_depths),
+        timer=StepTimer(accelerator.device),
     )
     if selection is not None and not done:
         measure_start(run, selection)
@@ -253,12 +259,16 @@ def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None
     following: StepBatches | None = None
     with noted_signal() as signals:
         while not (told_to_stop or is_over(done, run.options, run.selection)):
+            run.timer.mark("waiting")
             sequences, given = following or run.batches(done)
             for group in run.optimizer.param_groups:
                 group["lr"] = run.options.lr_at(done)
-            sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
+            sums_2K, norm_1 = optimise(
+                run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given, run.timer.mark
+            )
             # While the device still computes this step.
             following = run.batches(done + 1) if done + 1 < run.options.max_steps else None
+            run.timer.mark("fetch")
             norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
             done += 1
             finish_step(run, done, norm, saves=told_to_stop)
@@ -284,8 +294,12 @@ def optimise(
     accelerator: Accelerator,
     max_grad_norm: float,
     given: Iterable[MicroBatch],
+    mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[Tensor, Tensor]:
     """Do one optimiser step over this rank's micro-batches, copied to the device here, without waiting for it.
+
+    Args:
+        mark: Called at the end of each part of the step, with its name.
 
     Returns:
         Each depth's loss sum and number of targets on this rank, shape (2, K), and the gradient norm, (1,).
@@ -293,14 +307,18 @@ def optimise(
     sums_2K = torch.zeros(2, 1, device=accelerator.device)
     norm_1 = torch.zeros(1, device=accelerator.device)
     for micro in given:
+        mark("fetch")
         with accelerator.accumulate(wrapped):
             terms = wrapped(micro=micro.to(accelerator.device))
+            mark("forward")
             accelerator.backward(terms.total)
+            mark("backward")
             sums_2K = sums_2K + torch.stack([terms.sum_K, terms.count_K])
             if accelerator.sync_gradients:
                 norm_1 += clip_gradient(accelerator, wrapped, max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
+        mark("optimiser")
     return sums_2K, norm_1
 
 
@@ -314,6 +332,7 @@ def gather(
     told_1 = sums_2K.new_full((1,), float(told_to_stop))
     reduced = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum")
     *sums, told, norm = torch.cat([reduced, norm_1]).tolist()
+    run.timer.read(run.sums.parts)
     num_depths = sums_2K.shape[1]
     for row, into in enumerate((run.sums.loss_sum_K, run.sums.targets_K)):
         for depth in range(num_depths):
@@ -375,5 +394,7 @@ def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -
         "grad_norm": norm,
         "tokens": sums.tokens,
         "seconds": round(seconds, 3),
+        **{f"seconds_{part}": round(value, 3) for part, value in sums.parts.items()},
+        "seconds_waiting": round(seconds - sum(sums.parts.values()), 3),
         "tokens_per_second": round(sums.tokens / seconds, 1),
     }

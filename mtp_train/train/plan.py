@@ -132,6 +132,12 @@ class Footprint:
     """Bytes of the trunk's layers in main memory or on disk."""
     loading_bytes: int = 0
     """Bytes of main memory while the trunk is loaded for another device; 0 on a CPU, where they are in the sum."""
+    state_bytes: int = 0
+    """Bytes of the hidden states of a token."""
+    pass_bytes: int = 0
+    """Bytes of the trunk's layers in shards that a process receives in a pass over documents."""
+    step_bytes: int = 0
+    """Bytes of the head in shards, and of its gradients, that a process receives in a step."""
 
     @property
     def total_bytes(self) -> int:
@@ -163,6 +169,8 @@ class MemoryOptions:
     """``model.dtype``."""
     quantization: Quantization | None = None
     offloads: bool = False
+    is_served: bool = False
+    """Whether a server computes the hidden states, so that no process loads the trunk's layers."""
     loss_vocab: int | None = None
     """Tokens that p and q are distributions over; None for the whole vocabulary."""
     lora: LoraSettings | None = None
@@ -214,6 +222,9 @@ def estimate_footprint(
     if device.type != "cpu":
         # bitsandbytes packs each matrix on the device, as soon as it is read.
         loading = held * (sum(sizes) if options.quantization is None else max(sizes))
+    if options.is_served:
+        on_device = held * sum(sizes) - sum(layers)
+        loading = min(loading, on_device)
     loss_rows = chunk_rows(vocab, gpu_bytes)
     width = trunk.family.state_width(trunk.config)
     return Footprint(
@@ -232,6 +243,7 @@ def estimate_footprint(
         + passing_expert_bytes(options, head),
         offloaded_bytes=offloaded,
         loading_bytes=loading,
+        state_bytes=width * options.compute_dtype.itemsize,
     )
 
 
@@ -289,11 +301,14 @@ def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:
     return [sum(parameter.numel() for parameter in layer.parameters()) * itemsize for layer in trunk.layers]
 
 
-def in_shards(whole: Footprint, trunk: Trunk, plan: Plan, *, is_adapted: bool) -> Footprint | None:
+def in_shards(
+    whole: Footprint, options: MemoryOptions, trunk: Trunk, head: Mapping[str, Size], plan: Plan, *, is_adapted: bool
+) -> Footprint | None:
     """Return the footprint of a process with trunk and head in shards (FSDP2, ZeRO-3); None for one process.
 
-    Two of the trunk's layers are whole at a time. The rest of the trunk is whole during a step, and so are the head's
-    weights and their gradients. ``loading_bytes`` is that of FSDP2: ZeRO-3 loads the whole trunk first.
+    Two of the trunk's layers are whole at a time, and the rest of the trunk all the time. The head's weights are whole
+    during a step, and so are their gradients, in fp32. These bytes are FSDP2's: ZeRO-3 loads the whole trunk first,
+    and gathers the head in fp32.
 
     Args:
         whole: The footprint of a process with the whole trunk, unquantised.
@@ -301,16 +316,25 @@ def in_shards(whole: Footprint, trunk: Trunk, plan: Plan, *, is_adapted: bool) -
     """
     if plan.world_size == 1:
         return None
-    layers = _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
-    beside = whole.trunk_bytes - sum(layers) + sum(sorted(layers)[-2:])
-    in_step = 4 * (whole.head_parameters + whole.trained_parameters)
+    layers = [] if options.is_served else _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
+    beside = whole.trunk_bytes - sum(layers)
+    gathered, gradients, converted = 4 * whole.head_parameters, 4 * whole.trained_parameters, whole.converted_bytes
+    in_step = gathered + gradients
+    if options.compute_dtype.itemsize < _MASTER_BYTES and options.lora is None:
+        # Gathered in bf16 already. Beside the sum of gradients there is that of one micro-batch, as large.
+        gathered //= 2
+        converted -= converted_head_bytes(options, head)
     loading = whole.loading_bytes
-    if loading and not is_adapted:
+    if layers and loading and not is_adapted:
         # One layer, and copies of its experts while they are merged.
-        loading = whole.trunk_bytes - sum(layers) + 2 * max(layers)
+        loading = beside + 2 * max(layers)
+    share = 1 / plan.world_size
     return replace(
         whole,
         loading_bytes=loading,
-        trunk_bytes=whole.trunk_bytes // plan.world_size + beside,
+        trunk_bytes=beside + sum(layers) // plan.world_size + sum(sorted(layers)[-2:]),
         head_and_optimizer_bytes=whole.head_and_optimizer_bytes // plan.world_size + in_step,
+        converted_bytes=converted,
+        pass_bytes=int(sum(layers) * (1 - share)),
+        step_bytes=int((gathered * plan.accumulation + gradients) * (1 - share)),
     )

@@ -2,11 +2,12 @@
 
 Each layer is a unit of its own, so at most two layers are whole at a time. Embedding, output matrix, norms and the head
 are whole during a step: embedding and output matrix are read outside of their modules' forward, and every process
-trains the whole head.
+trains the whole head. Under FSDP2 the trunk's ends are whole all the time, as shards of them would be gathered in each
+micro-batch and lower no peak of memory. The head is gathered once in a micro-batch (:func:`shard_head`).
 
 Under FSDP2 the layers are sharded while the trunk is loaded (:func:`layer_sharder`): a process holds one whole layer in
-main memory, besides embedding, output matrix and norms, which accelerate's ``prepare`` shards. Trunks with an adapter,
-quantised trunks and DeepSpeed need the whole trunk in main memory.
+main memory, besides embedding, output matrix and norms. Trunks with an adapter, quantised trunks and DeepSpeed need the
+whole trunk in main memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
+from mtp_train.heads.experts import is_stacked
+from mtp_train.heads.lora import is_lora
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk
@@ -50,8 +53,7 @@ def layer_sharder(accelerator: Accelerator) -> OnLayer:
 def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     """Shard the trunk's layers in place, one after the other, from any device; skip those that are in shards already.
 
-    accelerate's ``prepare`` shards the rest. Its own policies select modules by class, and a head's layer often has the
-    class of the trunk's layers.
+    accelerate's own policies select modules by class, and a head's layer often has the class of the trunk's layers.
     """
     trunk = module.ends
     require_plain(trunk)
@@ -61,6 +63,35 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
     plugin = accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = None
     _shard_all(trunk, accelerator, reshard_after_forward=plugin.reshard_after_forward)
+    module.to(accelerator.device)
+
+
+def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
+    """Shard the head under FSDP2, and return the shards by the whole parameters that an optimiser has.
+
+    The head is gathered at the start of a forward, once for all depths, and kept until the backward pass is over.
+    Weights that products in bf16 round first are gathered rounded, 2 bytes each, and their gradients summed in fp32. In
+    fp32 each takes 4; accelerate before 1.14 gathers it once more in the backward pass, which makes 8. The unit is not
+    the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth. With
+    LoRA all is gathered in fp32, as peft adds LoRA's products to experts.
+    """
+    whole, kept = list(module.head.parameters()), set(module.states.parameters())
+    if module.compute_dtype is not torch.float32 and not any(is_lora(name) for name in module.head.state_dict()):
+        rounded = nn.Sequential(*(part for name, part in module.head.named_modules() if _is_rounded(name, part)))
+        policy = MixedPrecisionPolicy(module.compute_dtype, torch.float32, cast_forward_inputs=False)
+        unit = fully_shard(rounded, mp_policy=policy, reshard_after_forward=False)
+        kept.update(rounded.parameters())
+        # torch looks for units among the submodules.
+        module.add_module("rounded", rounded)
+        module.register_forward_pre_hook(lambda *_: unit.unshard())
+    fully_shard(module, reshard_after_forward=False, ignored_params=kept)
+    return dict(zip(whole, module.head.parameters(), strict=True))
+
+
+def _is_rounded(name: str, module: nn.Module) -> bool:
+    """Return whether autocast rounds all weights of a module."""
+    own = module.named_parameters(name, recurse=False)
+    return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
 
 
 def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:

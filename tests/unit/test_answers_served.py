@@ -15,7 +15,7 @@ from mtp_inference import Sampling
 from mtp_train.answers import served as checked
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import AnswerFit, allowance, fit_of, regenerate_served
+from mtp_train.answers.served import AnswerFit, Judge, allowance, fit_of, regenerate_served
 from mtp_train.answers.store import RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
@@ -84,7 +84,7 @@ def answer(
                 store,
                 endpoint,
                 answering,
-                trunk,
+                Judge.of(trunk),
                 lambda done, total: told.append((done, total)),
             )
     return found, served
@@ -159,7 +159,7 @@ def test_which_of_several_tokens_ended_a_response_does_not_count(trunk: Trunk) -
     own = int(trunk.logits(trunk.hidden(torch.tensor([[1, 2]])))[0, -1].argmax())
 
     def fit(ended_by: int, *eos_ids: int) -> AnswerFit:
-        return fit_of(trunk, [((1, 2), (ended_by,))], GREEDY, eos_ids)
+        return fit_of(Judge.of(trunk), [((1, 2), (ended_by,))], GREEDY, eos_ids)
 
     assert fit(own, own, own + 1).found == fit(own + 1, own, own + 1).found == 1.0
     assert fit(own + 1, own).found == 0.0
@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_are_the_trunks_fault() -> None:
     with torch.no_grad():
         broken.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
     with pytest.raises(CheckpointError, match="trunk: its logits after 4 tokens are NaN"):
-        fit_of(broken, [((1, 2), (3, 4))], GREEDY, [EOS])
+        fit_of(Judge.of(broken), [((1, 2), (3, 4))], GREEDY, [EOS])
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.01])

@@ -85,10 +85,12 @@ def test_memory_of_nine_billion_parameters_on_one_gpu(recipe: dict[str, Any]) ->
 def test_memory_of_nine_billion_parameters_in_eight_shards(recipe: dict[str, Any]) -> None:
     memory = planned(recipe, 8).room.in_shards
     assert memory is not None
-    # A shard, and beside it what is whole during a step: everything outside of the layers, and the two largest layers.
+    # A shard of the layers, and beside it what is whole: everything outside of them, and the two largest layers.
     largest = MLP + 2 * WIDTH + DELTA
-    assert memory.trunk_bytes == 2 * TRUNK // 8 + 2 * (OUTSIDE + 2 * largest)
+    assert memory.trunk_bytes == 2 * (TRUNK - OUTSIDE) // 8 + 2 * (OUTSIDE + 2 * largest)
     assert memory.head_and_optimizer_bytes == 16 * HEAD // 8 + 8 * HEAD
+    # The head is gathered in bf16, and not converted once more.
+    assert planned(recipe, 1).memory.converted_bytes > memory.converted_bytes == 0
 
 
 def test_main_memory_while_nine_billion_parameters_are_loaded(recipe: dict[str, Any]) -> None:

@@ -302,7 +302,7 @@ def test_a_line_is_the_mean_over_the_steps_since_the_one_before(tmp_path: Path) 
     assert min(losses[3:]) < lines[3][1]["loss_depth_1"] < max(losses[3:])
 
 
-TIMED = {"seconds", "tokens_per_second"}
+TIMED = ("seconds", "tokens_per_second")
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "control"])
@@ -323,7 +323,7 @@ def test_a_run_killed_between_log_lines_logs_the_lines_of_an_unbroken_one(
     unbroken, killed = (read_metrics(tmp_path / name) for name in ("unbroken", "killed"))
     assert [line["step"] for line in killed] == [line["step"] for line in unbroken] == [3, 6, 7]
     timeless = [
-        [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+        [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
         for lines in (unbroken, killed)
     ]
     assert all(line["seconds"] > 0 for line in killed)
