@@ -22,8 +22,6 @@ from mtp_train.trunk.load import load_trunk
 from openai_server import Reply, Served, openai_server
 from tiny import family_of
 
-RELEASE = "0.32.0"
-
 
 class StatesEngine:
     """Replies with states of the trunk, in files, and with its most probable tokens.
@@ -44,7 +42,7 @@ class StatesEngine:
         """From the states to those that are served."""
         self.arrived: Callable[[int], Reply | None] = lambda number: None
         """Called with the number of each request; a reply is sent in place of the states."""
-        self.fingerprint = "vllm-0.32.0-abc"
+        self.fingerprint, self.release = "vllm-0.32.0-abc", "0.32.0"
         self.computed = cache(self.compute)
         self._lock = threading.Lock()
         directory.mkdir(exist_ok=True)
@@ -66,9 +64,8 @@ class StatesEngine:
                 handle = inputs[number].register_forward_pre_hook(keep(number), with_kwargs=True)
                 stack.callback(handle.remove)
             last_1TD = self.decoder(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state
-        return torch.stack([found[number] for number in self.layers], dim=1), self.lm_head(last_1TD)[0].argmax(
-            -1
-        ).tolist()
+        states_TLD = torch.stack([found[number] for number in self.layers], dim=1)
+        return states_TLD, self.lm_head(last_1TD)[0].argmax(-1).tolist()
 
     def __call__(self, payload: dict[str, Any]) -> Reply:
         number = next(self.numbers)
@@ -94,7 +91,7 @@ class StatesEngine:
 
     @contextmanager
     def serving(self) -> Iterator[Served]:
-        with openai_server(self, owner="vllm", shows={"/version": lambda: RELEASE}) as served:
+        with openai_server(self, owner="vllm", shows={"/version": lambda: self.release}) as served:
             yield served
 
     @property
