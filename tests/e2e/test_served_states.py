@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launching import COMMAND_LINE, DDP, ended, head, metrics, outcome, start
+from launching import CPU_SHARDS, DDP, FSDP2, Setup, cases, ended, head, metrics, outcome, start
 from mtp_train.checkpoints.files import read_json
 from mtp_train.cli.main import main
 from mtp_train.runs import trunks
@@ -298,9 +298,7 @@ def test_a_run_does_not_go_on_with_another_server(
                 patch.setattr(engine, name, value)
                 assert one.run(run_dir, served, **settings) == 2
             said = capfd.readouterr().err
-            found = re.search(
-                r"v1: is (\[.*\]); expected (\[.*\]), with which the run began .*\. Serve that again", said
-            )
+            found = re.search(r": is (\[.*\]); expected (\[.*\]), with which the run began .*\. Serve that", said)
             assert found
             assert sum(ours != theirs for ours, theirs in zip(*map(literal_eval, found.groups()), strict=True)) == 1
             assert literal_eval(found[2]) == began == read_json(run_dir / SERVER_FILE)["identity"]
@@ -310,12 +308,17 @@ def test_a_run_does_not_go_on_with_another_server(
 
 
 @pytest.mark.slow
+@cases(DDP, FSDP2)
 @pytest.mark.parametrize("settings", [{}, CACHED], ids=["online", "cached"])
-def test_two_processes_share_a_server(settings: dict[str, Any], one: Case, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_two_processes_share_a_server(settings: dict[str, Any], setup: Setup, one: Case, tmp_path: Path) -> None:
+    """Of the one shard of a cache, a process has nothing to write."""
+    run_dir, flags = tmp_path / "run", ("--num_processes", "2")
     with one.engine.serving() as served:
-        done = start(DDP.machine, *COMMAND_LINE, *one.words(run_dir, served, **settings), **DDP.variables)
+        words = one.words(run_dir, served, **settings)
+        done = start(setup.machine, CPU_SHARDS, *words, flags=flags, **setup.variables)
     assert outcome(run_dir)["reason"] == "unjudged", done.stderr
-    assert {(line["world_size"], line["wrapper"]) for line in metrics(run_dir) if "loss" in line} == {(2, DDP.wrapper)}
+    assert {(line["world_size"], line["wrapper"]) for line in metrics(run_dir) if "loss" in line} == {
+        (2, setup.wrapper)
+    }
     assert_same_training(run_dir, one.here[ONCE])
     assert_nothing_left(one.engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mtp_train.data.pack import PackedSequence
 from mtp_train.runs.settings import plan_of
 from mtp_train.train import fetched_states
 from mtp_train.train.fetched_states import FetchedStates
+from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.loop import Training, micro_batches
 from mtp_train.trunk.states import StoredStates
 from tiny import tiny_trunk
@@ -56,7 +58,9 @@ class Source:
 
     def states(self, numbers: Iterable[int] | None = None, **named: Any) -> FetchedStates:
         """Return states that this source fetches, of some documents or not yet."""
-        states = FetchedStates(tiny_trunk("glm4_moe"), DOCUMENTS, self, width=WIDTH, dtype=torch.float32, **named)
+        states = FetchedStates(
+            tiny_trunk("glm4_moe"), DOCUMENTS, self, **{"width": WIDTH, "dtype": torch.float32, **named}
+        )
         states._changed = Watched(self.paused)
         if numbers is not None:
             states.expect(iter(numbers))
@@ -82,7 +86,7 @@ def states_of(text: Sequence[int]) -> Tensor:
 
 
 def assert_are_of(states_TD: Tensor, number: int) -> None:
-    assert torch.equal(states_TD, states_of(DOCUMENTS[number].input_ids.tolist()))
+    assert torch.equal(states_TD.float(), states_of(DOCUMENTS[number].input_ids.tolist()))
 
 
 def num_fetching() -> int:
@@ -153,6 +157,17 @@ def test_kept_documents_are_fetched_at_once_and_stay() -> None:
     for number in (4, 1, 0, 1, 2, 4):
         assert_are_of(states.document(number), number)
     assert len(source.asked) == 4
+
+
+def test_a_process_without_a_shard_to_write_asks_for_nothing(tmp_path: Path) -> None:
+    cache, asked = HiddenCache(tmp_path, DOCUMENTS, width=WIDTH, dtype=torch.bfloat16), list[int]()
+    for rank in (0, 1):
+        source = Source()
+        named: dict[str, Any] = {"max_tokens": LENGTH, "rank": rank, "world": 2, "on_shard": lambda *_: None}
+        cache.build(source.states(dtype=cache.dtype), cache.missing() or [0], device=torch.device("cpu"), **named)
+        asked.append(len(source.asked))
+    assert asked == [len(DOCUMENTS), 0]
+    assert_are_of(cache.document(5), 5)
 
 
 class Asked(StoredStates):
