@@ -58,9 +58,8 @@ class Source:
 
     def states(self, numbers: Iterable[int] | None = None, **named: Any) -> FetchedStates:
         """Return states that this source fetches, of some documents or not yet."""
-        states = FetchedStates(
-            tiny_trunk("glm4_moe"), DOCUMENTS, self, **{"width": WIDTH, "dtype": torch.float32, **named}
-        )
+        form: dict[str, Any] = {"width": WIDTH, "dtype": torch.float32}
+        states = FetchedStates(tiny_trunk("glm4_moe"), DOCUMENTS, self, **form | named)
         states._changed = Watched(self.paused)
         if numbers is not None:
             states.expect(iter(numbers))
