@@ -6,16 +6,14 @@
     llama-quantize bf16.gguf tuned.gguf Q4_K_M
     mtp-train graft tuned.gguf --from wide/base --out stale.gguf
     mtp-train rescue tuned.gguf --from wide/base --data prompts.jsonl --out rescued
-    mtp-train run rescued/recipe.yaml run_dir=bf16 model.trunk=wide/finetune gate.enabled=false
-    mtp-train graft tuned.gguf --from bf16/export --out of-bf16.gguf
+    mtp-train graft tuned.gguf --from rescued/export --head f32 --out f32.gguf   # the same head, stored otherwise
     python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
-        --out RECORD.json --kinds rescued/export stale=stale.gguf trunk=of-bf16.gguf pack=rescued/tuned-mtp.gguf
+        --out RECORD.json stale=stale.gguf f32=f32.gguf pack=rescued/tuned-mtp.gguf
 
+The converter recognises tokenizers by a hash: let its ``get_vocab_base_pre`` return ``qwen35`` for a pair of your own.
 Both files of prompts are parts of ``wide/prompts.jsonl`` without a common group. Arm ``none`` decodes the first file
 without drafts. The record has the differences of arms, paired by prompt, with 95 % intervals over groups of prompts.
-``--kinds HEAD`` adds that head in several quantisations (K-quants by llama-quantize beside the server). It also adds
-how far the log-probabilities of the dequantised trunk are from the server's. Records of other titles in RECORD.json are
-kept.
+Records of other titles in RECORD.json are kept.
 """
 
 from __future__ import annotations
@@ -25,48 +23,48 @@ import contextlib
 import datetime
 import json
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import torch
 from rich.progress import Progress
 
-import mtp_train as mtp
 from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer, open_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
+from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.served import Server, ask
 from mtp_train.evaluation.statistics import Served, same_texts
 from mtp_train.runs.checkpoint_tools.gguf_files import stored_types
+from mtp_train.runs.run_directory import environment_facts
 
 PORT, SECONDS_TO_LOAD = 18_080, 600
 URL = f"http://127.0.0.1:{PORT}"
-GRAFTED, QUANTISED = ("f32", "bf16", "f16", "q8_0"), ("Q6_K", "Q4_K", "Q4_0")
-"""Storage of a head: by the package ``gguf``, and by llama-quantize."""
-PLAIN, EXACT = "none", "head-f32"
-TOP, POSITIONS, LOGIT_PROMPTS = 50, 48, 8
-"""Tokens by rank and positions of each prompt whose log-probabilities are compared, and prompts."""
+PLAIN = "none"
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the options that every measurement by llama-server has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("server", "trunk", "suite", "title", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    for name, default in (("count", 96), ("depth", 3), ("threads", 1), ("new-tokens", 96)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    return parser
 
 
 @contextlib.contextmanager
-def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterator[None]:
+def serving(file: Path, options: argparse.Namespace, *flags: str) -> Iterator[None]:
     """Serve a file while the block runs."""
-    flags = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(options.depth)] if drafts else []
-    words = [options.server, "-m", file, "--port", str(PORT), "-t", str(options.threads), "-np", "1", "--metrics"]
-    with subprocess.Popen([*words, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    words = [options.server, "-m", file, "--port", str(PORT), "-t", str(options.threads), "-np", "1", *flags]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(SECONDS_TO_LOAD):
                 with contextlib.suppress(httpx.TransportError):
@@ -80,54 +78,21 @@ def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterato
             server.kill()
 
 
-def quantised_heads(trunk: Path, head: str, server: str, work: Path) -> tuple[dict[str, Path], list[str]]:
-    """Write the trunk with a head in every storage; return the files by arm, and what cannot be written here."""
-    arms = {}
-    for kind in GRAFTED:
-        arms[f"head-{kind}"] = work / f"{kind}.gguf"
-        mtp.graft(trunk, head, arms[f"head-{kind}"], head=kind)
-    beside = Path(shutil.which(server) or server).with_name("llama-quantize")
-    quantiser = str(beside) if beside.is_file() else shutil.which("llama-quantize")
-    if quantiser is None:
-        return arms, [f"head-{kind}: needs llama-quantize" for kind in QUANTISED]
-    alone = mtp.export(arms[EXACT], work / "alone", head_only=True).out
-    missing = []
-    for kind in QUANTISED:
-        new = work / f"alone-{kind}.gguf"
-        subprocess.run([quantiser, "--allow-requantize", "--pure", alone, new, kind], capture_output=True, check=True)
-        found = stored_types(open_gguf(new).head.values())
-        if found.startswith(kind):
-            arms[f"head-{kind}"] = work / f"{kind}.gguf"
-            mtp.graft(trunk, new, arms[f"head-{kind}"])
-        else:
-            missing.append(f"head-{kind}: llama-quantize writes {found} for rows of this length")
-    return arms, missing
-
-
-def logit_distance(trunk: Path, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
-    """Return how far log-probabilities of the dequantised trunk are from the server's, over the server's top tokens."""
-    ours = load_arm_trunk(open_arm(ArmSpec("trunk", str(trunk), None)), torch.device("cpu"))
-    differences, same = [], []
-    for ids in prompts:
-        wanted = {"prompt": list(ids), "n_predict": POSITIONS, "temperature": 0, "n_probs": TOP, "cache_prompt": False}
-        told = httpx.post(f"{URL}/completion", json=wanted, timeout=None).json()["completion_probabilities"]
-        tokens_1T = torch.tensor([[*ids, *(one["id"] for one in told)]])
-        with torch.no_grad():
-            logits_TV = ours.logits(ours.hidden(tokens_1T)[0, len(ids) - 1 : -1]).float()
-        for one, logs_V in zip(told, logits_TV.log_softmax(-1), strict=True):
-            theirs = {top["id"]: top["logprob"] for top in one["top_logprobs"]}
-            differences.append(np.abs([float(logs_V[token]) - value for token, value in theirs.items()]))
-            same.append(int(logs_V.argmax()) == one["id"])
-    every = np.concatenate(differences)
-    return {
-        "dtype": ours.dtype_name,
-        "positions": len(differences),
-        "tokens_by_rank": TOP,
-        "mean": round(float(every.mean()), 4),
-        "mean_of_first": round(float(np.mean([one[0] for one in differences])), 4),
-        "max": round(float(every.max()), 4),
-        "same_first_choice": round(float(np.mean(same)), 4),
-    }
+def ask_arms(files: Mapping[str, Path], options: argparse.Namespace) -> dict[str, Served]:
+    """Decode the suite with the head of every file, and as arm ``none`` with the first one's trunk alone."""
+    sizes = {"prompts_per_task": options.count, "max_new_tokens": options.new_tokens}
+    grid = EvaluationGrid(suite=options.suite, temperatures=(0.0,), **sizes)
+    drafting = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(options.depth))
+    served = {}
+    with Progress(disable=True) as progress:
+        for name, file in {PLAIN: next(iter(files.values())), **files}.items():
+            server = Server(
+                name=name, url=URL, checkpoint=options.trunk, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS
+            )
+            with serving(file, options, "--metrics", *(drafting if name != PLAIN else ())):
+                served[name] = ask(server, grid, progress)
+            print(name, served[name].cells[0].tau, flush=True)
+    return served
 
 
 def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, Any]:
@@ -157,50 +122,46 @@ def difference(first: Served, second: Served) -> dict[str, Any]:
     return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}
 
 
-def main() -> None:
-    """Decode with every arm, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arms", nargs="+", metavar="NAME=FILE")
-    for name in ("server", "trunk", "suite", "title", "out"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--kinds", metavar="HEAD", help="a checkpoint or GGUF file whose head is quantised")
-    for name, default in (("count", 96), ("depth", 3), ("threads", 1), ("new-tokens", 96)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    options = parser.parse_args()
-    trunk = Path(options.trunk)
-    sizes = {"prompts_per_task": options.count, "max_new_tokens": options.new_tokens}
-    grid = EvaluationGrid(suite=options.suite, temperatures=(0.0,), **sizes)
-    prompts = [one.prompt_ids for one in grid_prompts(grid, gguf_tokenizer(trunk), (None,))[None]]
-    named = {name: Path(file) for name, _, file in (arm.partition("=") for arm in options.arms)}
-    pairs = [pair[::-1] for pair in combinations(named, 2)]
-    served, found, missing = dict[str, Served](), dict[str, Any](), list[str]()
-    with tempfile.TemporaryDirectory() as work, Progress(disable=True) as progress:
-        kinds, missing = (
-            quantised_heads(trunk, options.kinds, options.server, Path(work)) if options.kinds else ({}, [])
-        )
-        server = partial(Server, url=URL, checkpoint=options.trunk, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS)
-        for name, file in {PLAIN: next(iter(named.values())), **named, **kinds}.items():
-            with serving(file, options, drafts=name != PLAIN):
-                served[name] = ask(server(name=name), grid, progress)
-                if name == PLAIN:
-                    distance = logit_distance(trunk, prompts[:LOGIT_PROMPTS])
-            found[name] = arm_of(file, trunk, served[name], served[PLAIN])
-            print(name, json.dumps(found[name]), flush=True)
-    pairs += [(kind, EXACT) for kind in kinds if kind != EXACT]
-    differences = [difference(served[one], served[other]) for one, other in pairs]
+def settings_of(options: argparse.Namespace, plain: Served) -> dict[str, Any]:
+    """Return the command, the versions and the sizes of a record."""
     version = subprocess.run([options.server, "--version"], capture_output=True, text=True, check=True).stderr
     given = [word.replace(options.server, Path(options.server).name) for word in sys.argv[1:]]
-    settings: dict[str, Any] = {"command": shlex.join(["python", "scripts/gguf_acceptance.py", *given])}
-    settings |= {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
-    settings |= {"llama.cpp": version.splitlines()[0], "date": str(datetime.date.today()), "prompts": len(prompts)}
-    blocks = open_gguf(trunk)
-    kept = stored_types(one for name, one in blocks.tensors.items() if name not in blocks.head)
-    settings |= {"trunk": kept, "groups": served[PLAIN].cells[0].groups}
-    record = {"settings": settings, "arms": found, "differences": differences, "unavailable": missing}
-    record["log_probabilities_dequantised_less_served"] = distance
+    blocks, environment = open_gguf(Path(options.trunk)), environment_facts()
+    return {
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *given]),
+        **{key: vars(options)[key] for key in ("depth", "threads", "new_tokens")},
+        "llama.cpp": version.splitlines()[0],
+        "versions": environment["versions"],
+        "hardware": environment["hardware"],
+        "date": str(datetime.date.today()),
+        "prompts": plain.cells[0].prompts,
+        "trunk": stored_types(one for name, one in blocks.tensors.items() if name not in blocks.head),
+        "groups": plain.cells[0].groups,
+    }
+
+
+def write_record(options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Write a record under its title, beside those of other titles."""
     out = Path(options.out)
     write_json(out, {**(json.loads(out.read_text()) if out.is_file() else {}), options.title: record})
-    print(json.dumps(record["differences"]), json.dumps(distance), *missing, sep="\n")
+    print(json.dumps(record))
+
+
+def main() -> None:
+    """Decode with every arm, and write the record."""
+    parser = make_parser(__doc__)
+    parser.add_argument("arms", nargs="+", metavar="NAME=FILE")
+    options = parser.parse_args()
+    files = {name: Path(file) for name, _, file in (arm.partition("=") for arm in options.arms)}
+    served = ask_arms(files, options)
+    plain = served[PLAIN]
+    found = {PLAIN: next(iter(files.values())), **files}
+    record = {
+        "settings": settings_of(options, plain),
+        "arms": {name: arm_of(file, Path(options.trunk), served[name], plain) for name, file in found.items()},
+        "differences": [difference(served[second], served[first]) for first, second in combinations(files, 2)],
+    }
+    write_record(options, record)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
     layout = layout_of(open_checkpoint(path))
     for name, value in head.state_dict().items():
         tensors |= {key: part.to(dtype).contiguous() for key, part in layout.split(name, value)}
-    for shared in layout.family.keys.shared:
-        source = layout.trunk_key(shared, tensors)
+    for shared, trunk_key in layout.family.keys.shared.items():
+        source = layout.trunk_key(trunk_key, tensors)
         for module in range(len(head.blocks)):
             layer = layout.num_hidden_layers + module
-            native = shared.native.format(trunk=layout.trunk_prefix, layer=layer, module=module)
+            native = shared.format(trunk=layout.trunk_prefix, layer=layer, module=module)
             tensors[native] = tensors[source].clone()
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
     return path

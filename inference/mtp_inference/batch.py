@@ -5,8 +5,8 @@ Shapes: B rows of the batch, T window tokens, D hidden, N stop tokens, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Batch(RowState):
         self.stop_BN = self.last_B.new_full((rows, size.num_stops), NO_TOKEN)
         self.owner: object = None
         """The session that decodes with these rows."""
-        self._cpu_layers = cpu_layers or CpuLayers([])
+        self.cpu_layers = cpu_layers or CpuLayers([])
         self._scratch = Scratch()
 
     def tensor(self, numbers: Sequence[Any]) -> Tensor:
@@ -113,16 +113,10 @@ class Batch(RowState):
         self.length_B.copy_((self.length_B + kept_B) * self.active_B)
 
     def reset(self) -> None:
-        self._cpu_layers.refresh()
+        self.cpu_layers.refresh()
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
-
-    @contextmanager
-    def in_round(self) -> Iterator[None]:
-        """Choose the precision and the products of a round."""
-        with self.widened(self.widens_rounds), self._cpu_layers.used():
-            yield
 
     def widened(self, applies: bool) -> AbstractContextManager[None]:
         """Multiply in fp32 inside the block, if that ``applies``."""

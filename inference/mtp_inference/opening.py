@@ -38,17 +38,6 @@ IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision
 """Config fields of vision-language models that declare a placeholder token for an image or a video."""
 
 
-def _trunk_family(assistant: Assistant, drafter: Checkpoint, trunk: Checkpoint) -> Family:
-    """Return the record to load an assistant's trunk with. No family of MTP heads covers such a trunk."""
-    family, found = assistant.trunk, trunk.text_config.get("model_type")
-    if found not in family.model_types:
-        raise UnsupportedModelError(
-            f"{drafter.path}: a {assistant.title}, given for {trunk.path}, of model_type '{found}'; "
-            f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
-        )
-    return family
-
-
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
     if head == OWN:
         found = diagnose_head(checkpoint)
@@ -148,7 +137,13 @@ def open_model(
         drafter = open_location(str(head))
         assistant = assistant_for(drafter.config)
         if assistant is not None:
-            family = _trunk_family(assistant, drafter, checkpoint)
+            # No family of MTP heads covers such a trunk.
+            family, found = assistant.trunk, checkpoint.text_config.get("model_type")
+            if found not in family.model_types:
+                raise UnsupportedModelError(
+                    f"{drafter.path}: a {assistant.title}, given for {checkpoint.path}, of model_type '{found}'; "
+                    f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
+                )
             return OpenModel(checkpoint, family, adapter_path, quantization, head, None, assistant, drafter)
     plan = None if head in (None, NGRAM) else head_plan(checkpoint, str(head))
     return OpenModel(checkpoint, checkpoint.family, adapter_path, quantization, head, plan)

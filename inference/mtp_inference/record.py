@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mtp_inference.cache.rows import first_places
 from mtp_inference.sampling.chooser import Drafts, Verdict
@@ -25,8 +24,8 @@ from mtp_inference.sampling.distributions import Sampling
 
 BEST = 10
 """Number of largest logits that are recorded for each position: the contenders for its token."""
-LOW, HIGH, P_OF_DRAFT, Q_OF_DRAFT = range(4)
-"""Columns of :attr:`RoundRecord.draws`."""
+Q_OF_DRAFT = 3
+"""Column of :attr:`RoundRecord.draws`."""
 FloatArray = NDArray[np.float32]
 
 
@@ -41,7 +40,12 @@ def decided_on(window_BT: Tensor, logits_BTV: Tensor, verdict: Verdict, drafts: 
     parts = [window_BT[..., None], best.indices, best.values]
     if verdict.p_BTV is not None:
         tokens_BT = verdict.tokens_BK1
-        parts += [_intervals(verdict.p_BTV, tokens_BT, drafts, limit_B), _of_drafts(verdict.p_BTV, drafts)]
+        of_drafts_BT2 = verdict.p_BTV.new_zeros((*tokens_BT.shape, 2))
+        if drafts.q_BKV is not None:
+            # p and q of each draft. They stay 0 after the last draft, and for drafts that were not sampled.
+            both = [one.gather(-1, drafts.tokens_BK[..., None]) for one in (verdict.p_BTV[:, :-1], drafts.q_BKV)]
+            of_drafts_BT2[:, :-1] = torch.cat(both, dim=-1)
+        parts += [_intervals(verdict.p_BTV, tokens_BT, drafts, limit_B), of_drafts_BT2]
     return torch.cat([part.float() for part in parts], dim=-1).view(torch.int32).long().flatten(1)
 
 
@@ -61,14 +65,6 @@ def _intervals(p_BTV: Tensor, tokens_BT: Tensor, drafts: Drafts, limit_B: Tensor
     before_BT = (weights_BTV * is_before_BTV).sum(-1)
     own_BT = weights_BTV.gather(-1, tokens_BT[..., None])[..., 0]
     return torch.stack([before_BT, before_BT + own_BT], dim=-1) / weights_BTV.sum(-1, keepdim=True)
-
-
-def _of_drafts(p_BTV: Tensor, drafts: Drafts) -> Tensor:
-    """Return p and q of each draft, (B, T, 2), 0 after the last draft and for drafts that were not sampled."""
-    if drafts.q_BKV is None:
-        return p_BTV.new_zeros((*p_BTV.shape[:2], 2))
-    both = [one_BKV.gather(-1, drafts.tokens_BK[..., None]) for one_BKV in (p_BTV[:, :-1], drafts.q_BKV)]
-    return pad(torch.cat(both, dim=-1), (0, 0, 0, 1))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mtp_inference.record import Contenders, FloatArray, TextRecord
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, draw, probabilities, uniform
@@ -62,15 +61,12 @@ def forward(trunk: Trunk, text: Text, *, in_fp32: bool) -> Forward:
         logits_PV = trunk.logits(hidden_TD[len(record.prompt_ids) - 1 :]).float()
     # The forward has a logit more where the text has ended before.
     logits_PV = logits_PV[: len(tokens)]
-    return Forward(Contenders.of(logits_PV), _choices(logits_PV, record).cpu().numpy())
-
-
-def _choices(logits_PV: Tensor, record: TextRecord) -> Tensor:
-    if record.sampling.temperature == 0.0:
-        return logits_PV.argmax(-1)
-    rows = SamplingRows.stack([record.sampling], logits_PV.device)
-    position_1P = len(record.prompt_ids) + torch.arange(len(logits_PV), device=logits_PV.device)[None]
-    return draw(probabilities(logits_PV[None], rows), uniform(rows.seed_B, position_1P, TOKEN))[0]
+    choices_P = logits_PV.argmax(-1)
+    if record.sampling.temperature > 0.0:
+        rows = SamplingRows.stack([record.sampling], logits_PV.device)
+        position_1P = len(record.prompt_ids) + torch.arange(len(logits_PV), device=logits_PV.device)[None]
+        choices_P = draw(probabilities(logits_PV[None], rows), uniform(rows.seed_B, position_1P, TOKEN))[0]
+    return Forward(Contenders.of(logits_PV), choices_P.cpu().numpy())
 
 
 def distances(best: Contenders, other: Contenders) -> FloatArray:
@@ -102,7 +98,9 @@ class Rounding:
     def __init__(self, trunk: Trunk, texts: Sequence[Text]) -> None:
         self._trunk = trunk
         self._widens = trunk.lm_head_VD.dtype in HALF_DTYPES and not trunk.offloaded
-        measured = texts[: _num_measured(texts)]
+        lengths = [len(record.prompt_ids) + min(len(tokens), MEASURED_NEW_TOKENS) for tokens, record in texts]
+        fits = np.cumsum(lengths[:MEASURED_TEXTS]) <= MEASURED_TOKENS
+        measured = texts[: max(1, int(fits.sum()))]
         self.references = [self.reference(text) for text in measured]
         plain = [errors(text, reference) for text, reference in zip(measured, self.references, strict=True)]
         self.plain_errors = plain
@@ -123,8 +121,12 @@ class Rounding:
         ratio = HALF_RATIO if self._widens else FP32_RATIO
         self.limit = ratio * max(step, float(np.quantile(correct_errors, QUANTILE)))
         """The error in a window that few tokens may exceed."""
-        self.plain_limit = self.limit if self._widens else _largest_steps(trunk) * step
-        """The same for plain decoding."""
+        # Packed weights may be multiplied in fewer bits, whatever the dtype of the other weights.
+        computes_fp32 = all(parameter.dtype is torch.float32 for parameter in trunk.causal_lm.parameters())
+        exact_limit = MOST_FP32_STEPS * step if computes_fp32 else math.inf
+        self.plain_limit = self.limit if self._widens else exact_limit
+        """The same for plain decoding. Where it is measured against transformers' forward in the same dtype, only fp32
+        has a limit."""
         self.share_over_limit = max(LEAST_SHARE, float((correct_errors > self.limit).mean()))
         """Share of new tokens of correct decoding with an error over the limit."""
         self.largest = float(np.concatenate([*plain, correct_errors]).max())
@@ -145,23 +147,9 @@ def errors(text: Text, reference: Forward, num_tokens: int = MEASURED_NEW_TOKENS
     return distances(best, reference.best.part(0, len(best)))[1:]
 
 
-def _largest_steps(trunk: Trunk) -> float:
-    """Return the limit of plain decoding where transformers' forward in the same dtype is the reference, in steps."""
-    # Packed weights may be multiplied in fewer bits, whatever the dtype of the other weights.
-    computes_fp32 = all(parameter.dtype is torch.float32 for parameter in trunk.causal_lm.parameters())
-    return MOST_FP32_STEPS if computes_fp32 else math.inf
-
-
 def _num_flips(choices: Sequence[Sequence[int] | IntArray], references: Sequence[Forward]) -> int:
     """Return how many new tokens, but the first ones, are another one than the reference's."""
     return sum(
         int((np.array(chosen[: len(reference.choices_P)]) != reference.choices_P)[1:].sum())
         for chosen, reference in zip(choices, references, strict=True)
     )
-
-
-def _num_measured(texts: Sequence[Text]) -> int:
-    """Return how many texts to measure: at least one."""
-    lengths = [len(record.prompt_ids) + min(len(tokens), MEASURED_NEW_TOKENS) for tokens, record in texts]
-    sums = np.cumsum(lengths[:MEASURED_TEXTS])
-    return max(1, int((sums <= MEASURED_TOKENS).sum()))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mtp_inference.record import HIGH, LOW, P_OF_DRAFT, Q_OF_DRAFT, FloatArray, RoundRecord, TextRecord
+from mtp_inference.record import FloatArray, RoundRecord, TextRecord
 from mtp_inference.sampling.distributions import ACCEPT, TOKEN, uniform
 
 SUMMATION = 1e-4
@@ -71,12 +71,14 @@ def _greedy(one: RoundRecord) -> Iterator[int]:
 def _sampled(one: RoundRecord, draws: FloatArray, accepts: FloatArray) -> Iterator[int]:
     """Yield the accepted drafts, then a token that is drawn."""
     for row, draft in enumerate(_drafts(one)):
+        low, high, p, q = one.draws[row]
         # A draft that was not drawn from a distribution has no probability in it.
-        p, q = one.draws[row, P_OF_DRAFT], one.draws[row, Q_OF_DRAFT]
         is_own = draft == NO_TOKEN or q == 0.0
         # With probability min(1, p / q).
         is_accepted = not is_own and accepts[row] * q < p
-        token = draft if is_accepted else _drawn(one, row, float(draws[row]))
+        # The random number has to lie in the interval of the round's token.
+        lies_inside = low - SUMMATION <= draws[row] <= high + SUMMATION and high > low
+        token = draft if is_accepted else one.tokens[row] if lies_inside else NO_TOKEN
         yield token
         if not (is_accepted or (is_own and token == draft)):
             return
@@ -94,10 +96,3 @@ def _largest(one: RoundRecord, row: int) -> int:
     ties = ids_N[values_N == values_N[0]]
     # If all that were recorded tie, others may too.
     return one.tokens[row] if len(ties) == len(ids_N) and one.tokens[row] in ties else int(ties.min())
-
-
-def _drawn(one: RoundRecord, row: int, number: float) -> int:
-    """Return the token of a row if the random number lies in its interval, else no token."""
-    low, high = one.draws[row, LOW], one.draws[row, HIGH]
-    lies_inside = low - SUMMATION <= number <= high + SUMMATION and high > low
-    return one.tokens[row] if lies_inside else NO_TOKEN

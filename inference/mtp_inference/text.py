@@ -8,6 +8,8 @@ text without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -72,14 +74,9 @@ def marked_pieces(
     A character of several tokens belongs to the piece of its last token.
     """
     stream = TextStream(tokenizer, prompt_ids)
-    pieces: list[tuple[str, bool]] = []
     shown = [
         *((stream.push(token), flag) for token, flag in zip(token_ids, from_drafts, strict=True)),
         (stream.finish(), False),
     ]
-    for text, flag in shown:
-        if text and pieces and pieces[-1][1] == flag:
-            pieces[-1] = (pieces[-1][0] + text, flag)
-        elif text:
-            pieces.append((text, flag))
-    return tuple(pieces)
+    runs = groupby(filter(itemgetter(0), shown), key=itemgetter(1))
+    return tuple(("".join(text for text, _ in run), flag) for flag, run in runs)

@@ -108,8 +108,13 @@ def decide_gate(
     silent = [name for name, pair in measured.items() if not sum(one.rounds for one in pair.head)]
     if silent:
         where = f" ({silent[0]})" if len(measured) > 1 else ""
-        reason = f"the retrained head decoded no round{where}: there is nothing to judge it by"
-        return GateVerdict("refused", baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
+        return GateVerdict(
+            "refused",
+            baseline,
+            None,
+            f"the retrained head decoded no round{where}: there is nothing to judge it by. Raise "
+            "evaluate.max_new_tokens",
+        )
     tests = [_test_of(name, pair, baseline, target_break_even) for name, pair in measured.items()]
     levels = holm_levels([test.decides.p_value for test in tests], level)
     judged = [_judge(test, own, level, len(measured)) for test, own in zip(tests, levels, strict=True)]
@@ -195,8 +200,10 @@ def _judge(test: _Test, own_level: float, level: float, num_settings: int) -> tu
     if bounds is not None:
         low, high = map(test.figure_of, bounds)
         lies = {"above": "lies above", "below": "lies below", "neither": "does not lie above"}[verdict]
-        told = f"{test.told}: the {100 * (1 - decides_at):.4g} % interval of {test.figure}, [{low:.3f}, {high:.3f}], "
-        told += f"{lies} {limit:.4g}"
+        told = (
+            f"{test.told}: the {100 * (1 - decides_at):.4g} % interval of {test.figure}, [{low:.3f}, {high:.3f}], "
+            f"{lies} {limit:.4g}"
+        )
     if verdict == "neither" and detectable is not None:
         told += f" (a gain of {detectable:.2f} would have been seen with probability {POWER:g})"
     return replace(test.found, verdict=verdict, detectable_gain=detectable), told

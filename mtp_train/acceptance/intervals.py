@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,16 +47,15 @@ class Spread(NamedTuple):
         error = math.hypot(self.error, other.error)
         if not error:
             return self
-        parts = [(one.error / error) ** 4 / one.freedom for one in (self, other)]
-        return Spread(error, max(1, math.floor(1.0 / sum(parts) + 1e-6)))
+        parts = sum((one.error / error) ** 4 / one.freedom for one in (self, other))
+        return Spread(error, max(1, math.floor(1.0 / parts + 1e-6)))
 
     def detectable(self, level: float) -> float:
         """Return the smallest true difference whose interval excludes 0 with probability :data:`POWER`."""
         return (t_quantile(self.freedom, level) + t_quantile(self.freedom, 2 * (1 - POWER))) * self.error
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference of two arms, first minus second."""
 
     value: float
@@ -223,5 +221,4 @@ def holm_levels(p_values: Sequence[float | None], level: float) -> list[float]:
 
 def holm(p_values: Sequence[float | None], level: float) -> list[bool]:
     """Return which hypotheses are rejected, at ``level`` over all of them together (:func:`holm_levels`)."""
-    levels = holm_levels(p_values, level)
-    return [p is not None and p <= own for p, own in zip(p_values, levels, strict=True)]
+    return [p is not None and p <= own for p, own in zip(p_values, holm_levels(p_values, level), strict=True)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -72,8 +71,7 @@ def tokens_per_second(decoded: Sequence[PromptCounts], timed: Sequence[PromptCou
     return found if math.isfinite(found) else None
 
 
-@dataclass(frozen=True)
-class Speedup:
+class Speedup(NamedTuple):
     """The speed with drafts over the speed without, prefill included.
 
     Attributes:
@@ -141,13 +139,11 @@ def _seconds_per_token(texts_X3: FloatArray, clock_X4: FloatArray) -> FloatArray
         prompts_X, rounds_X, tokens_X = np.moveaxis(texts_X3, -1, 0)
         timed_X, timed_rounds_X, prefill_X, decode_X = np.moveaxis(clock_X4, -1, 0)
         seconds_X = prompts_X * prefill_X / timed_X + rounds_X * decode_X / timed_rounds_X
-        per_token_X: FloatArray = seconds_X / tokens_X
-    return per_token_X
+        return seconds_X / tokens_X
 
 
 def _log_ratio(texts_X6: FloatArray, clock_X8: FloatArray) -> FloatArray:
     drafted_X = _seconds_per_token(texts_X6[..., :3], clock_X8[..., :4])
     plain_X = _seconds_per_token(texts_X6[..., 3:], clock_X8[..., 4:])
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio_X: FloatArray = np.log(plain_X / drafted_X)
-    return ratio_X
+        return np.log(plain_X / drafted_X)

@@ -117,6 +117,8 @@ class Endpoint:
         self.served_with = ""
         # The files that the server says it loaded, on its machine.
         self.checkpoint: str | None = None
+        # The model that an adapter is served on; None for a model itself.
+        self.adapted: str | None = None
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
@@ -225,6 +227,7 @@ class Endpoint:
         self.model = wanted if wanted is not None else served[0]
         chosen = entries[served.index(self.model)]
         self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
+        self.adapted = chosen.get("parent")
         if self.served_with == "llamacpp":
             with contextlib.suppress(ValueError, RecursionError):
                 place = as_object(json.loads(self.look("/props") or "{}")).get("model_path")

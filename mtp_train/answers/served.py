@@ -75,8 +75,7 @@ class Judge(NamedTuple):
 
     @classmethod
     def of(cls, trunk: Trunk) -> Judge:
-        device = trunk.lm_head_VD.device
-        return cls(trunk, lambda token_ids: trunk.hidden(torch.tensor([token_ids], device=device))[0])
+        return cls(trunk, lambda token_ids: trunk.hidden(torch.tensor([token_ids], device=trunk.lm_head_VD.device))[0])
 
 
 @torch.no_grad()

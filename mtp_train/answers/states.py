@@ -27,9 +27,9 @@ from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import as_object
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response
 
-FILE_WAITS, TURNS_BELOW_A_SECOND = 66, 6
-"""Waits for the file of a reply, a minute in all. The connector locks it before the reply is sent, and writes it right
-after."""
+FILE_WAITS, WAITS_A_NOTE = 66, 10
+"""Waits for the file of a reply, a minute in all, and how many are reported together. The connector locks a file before
+the reply is sent, and writes it in the engine's next step."""
 ASKED_AT_MOST = 2
 """A server that ends between a reply and its file is asked again."""
 STATES_ATTEMPTS = 14
@@ -147,7 +147,7 @@ class StatesServer:
             found = load(path)
             if found is not None:
                 return found
-            if turn > TURNS_BELOW_A_SECOND:
+            if turn % WAITS_A_NOTE == WAITS_A_NOTE - 1:
                 self.endpoint.on_wait(f"{self.endpoint.url}: has not written {path}")
             self.wait(min(0.01 * 2**turn, 1.0))
         return load(path)
@@ -213,7 +213,8 @@ def prove(
         logits_of: From last states before the final norm, (T, D), to logits, (T, V).
 
     Returns:
-        The number of positions, and at how many of them the server prefers the token of lm_head(norm(state)).
+        The number of positions, and at how many of them the server prefers the token of lm_head(norm(state)), or one
+        that is at most one step of the states' dtype below it: logits are rounded to that dtype.
 
     Raises:
         DataError: They disagree in more than 1 % of the positions, or otherwise than by a near tie.
@@ -221,11 +222,11 @@ def prove(
     positions, agreeing, far = 0, 0, list[str]()
     for number, text in enumerate(texts):
         states_TLD, top_ids = server.top_ids(text[:PROVED_TOKENS])
-        logits_TV = logits_of(states_TLD[:, -1]).float().cpu()
+        step, logits_TV = torch.finfo(states_TLD.dtype).eps, logits_of(states_TLD[:, -1]).float().cpu()
         best_T, best_ids_T = logits_TV.max(-1)
         top_T = torch.tensor(top_ids).clamp(0, logits_TV.shape[-1] - 1)
         gap_T = best_T - logits_TV.gather(-1, top_T[:, None])[:, 0]
-        positions, agreeing = positions + len(gap_T), agreeing + int((gap_T == 0).sum())
+        positions, agreeing = positions + len(gap_T), agreeing + int((gap_T <= step * best_T.abs()).sum())
         far += [
             f"{number}:{at} {top_ids[at]}, not {best_ids_T[at]}"
             for at in (gap_T > NEAR_TIE * best_T.abs()).nonzero()[:, 0].tolist()

@@ -240,7 +240,11 @@ def open_weights(path: Path) -> Checkpoint:
 
 def _scan_all(path: Path) -> dict[str, TensorInfo]:
     """List the tensors of an adapter, and of the weights that a trainer saved whole beside it (norms, embeddings)."""
-    found, others = scan_safetensors(path / ADAPTER_FILE), {ADAPTER_FILE, *_of_model(path)}
+    found, others = scan_safetensors(path / ADAPTER_FILE), {ADAPTER_FILE}
+    if (path / CONFIG_FILE).is_file():
+        # The weight files of a model in the adapter's directory, which its config declares.
+        index = read_json(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else {}
+        others |= {SINGLE_FILE, *indexed_files(index)}
     for file in sorted(path.iterdir()):
         if file.suffix in PICKLE_SUFFIXES and not _STATE.fullmatch(file.name):
             raise CheckpointError(
@@ -266,14 +270,6 @@ def _convert_command(file: Path) -> str:
     )
     convert = shlex.join(["python", "-c", code, str(file), f"{file}.safetensors"])
     return f"{convert} && {shlex.join(['mv', str(file), f'{file.parent.absolute()}-{file.name}'])}"
-
-
-def _of_model(path: Path) -> Set[str]:
-    """Return the weight files of a model in an adapter's directory, which its config declares."""
-    if not (path / CONFIG_FILE).is_file():
-        return frozenset()
-    index = read_json(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else {}
-    return {SINGLE_FILE, *indexed_files(index)}
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
@@ -519,13 +515,14 @@ class _Plan:
         count = 0 if home is None else self.source.tensors[home].shape[0]
         shape = (max(count, expert + 1), size * len(parts), columns)
         rows = _equal_parts(size * len(parts), len(parts))[parts.index(part)]
-        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
+        self.step(f"{experts}.{parameter}", shape, partial(_add_to_experts, pair, {expert: 0}, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
         """Add the matrices of a parameter that stacks experts, which are stored stacked or one by one."""
         num_rows, num_columns = pair.shape
         if self.home(name) is not None:
-            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_experts, pair))
+            of_experts = {expert: expert for expert in range(pair.num_experts)}
+            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_experts, pair, of_experts, slice(None)))
             return
         parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
         if self.home(parts[0].format(expert=pair.num_experts)) is not None:
@@ -639,14 +636,12 @@ def _add_product(pair: LowRank, expert: int, rows: slice, first: int, block: Ten
     return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
-    """Add the only product of a pair to one expert's rows in a block of stacked experts, in place."""
-    if first <= expert < first + len(block):
-        block[expert - first, rows] = _add_product(pair, 0, slice(None), 0, block[expert - first, rows])
+def _add_to_experts(pair: LowRank, products: Mapping[int, int], rows: slice, first: int, block: Tensor) -> Tensor:
+    """Add products to rows of their experts in a block of stacked experts, in place.
+
+    ``products`` maps the number of an expert to the number of its product.
+    """
+    for expert, matrix in enumerate(block, first):
+        if expert in products:
+            matrix[rows] = _add_product(pair, products[expert], slice(None), 0, matrix[rows])
     return block
-
-
-def _add_to_experts(pair: LowRank, first: int, block: Tensor) -> Tensor:
-    """Add the product of each expert to its matrix in a block of stacked experts."""
-    experts = enumerate(block, first)
-    return torch.stack([_add_product(pair, expert, slice(None), 0, matrix) for expert, matrix in experts])

@@ -157,6 +157,11 @@ def load_artifact(path: Path) -> Artifact:
     )
     stored = _stored(path / WEIGHTS_FILE)
     tensors = tuple(stored_tensor(stored, key, key) for key in stored.tensors)
+    output = None
+    if (path / OUTPUT_FILE).is_file():
+        stored = _stored(path / OUTPUT_FILE)
+        ids_R = stored.read(VOCAB_KEY) if VOCAB_KEY in stored.tensors else None
+        output = OwnOutput(stored_tensor(stored, OUTPUT_KEY, OUTPUT_KEY), ids_R)
     return Artifact(
         layout=layout,
         num_modules=written.num_modules,
@@ -165,18 +170,10 @@ def load_artifact(path: Path) -> Artifact:
         head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields, trained=True),
         notes=written.notes,
         draft_vocab=None if written.draft_vocab is None else _stored(path / VOCAB_FILE).read(VOCAB_KEY),
-        output=_load_output(path / OUTPUT_FILE),
+        output=output,
         draft_config=written.draft_config,
     )
 
 
 def _stored(file: Path) -> Checkpoint:
     return Checkpoint(file.parent, {}, None, scan_safetensors(file))
-
-
-def _load_output(path: Path) -> OwnOutput | None:
-    if not path.is_file():
-        return None
-    stored = _stored(path)
-    ids_R = stored.read(VOCAB_KEY) if VOCAB_KEY in stored.tensors else None
-    return OwnOutput(stored_tensor(stored, OUTPUT_KEY, OUTPUT_KEY), ids_R)

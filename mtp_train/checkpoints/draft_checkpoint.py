@@ -41,10 +41,12 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
     dtype = tensors[0].dtype
     tensors += [held_tensor(key, dtype, torch.zeros(layer_config.hidden_size)) for key in stored.zeros]
     if stored.has_output:
-        tensors += [
-            _output_rows(source, artifact.layout, layer_config, vocab) if own is None else own.weight,
-            *_vocab_tensors(layer_config.vocab_size, vocab),
-        ]
+        tensors.append(_output_rows(source, artifact.layout, layer_config, vocab) if own is None else own.weight)
+    if stored.has_output and vocab is not None:
+        tokens_R, chosen_V = vocab.long(), torch.zeros(layer_config.vocab_size, dtype=torch.bool)
+        chosen_V[tokens_R] = True
+        tensors.append(held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))))
+        tensors.append(held_tensor(CHOSEN_KEY, "BOOL", chosen_V))
     config = {
         "architectures": list(stored.written_as),
         "vocab_size": layer_config.vocab_size,
@@ -83,16 +85,3 @@ def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:
         stop = first + len(block)
         yield block[rows_R[(rows_R >= first) & (rows_R < stop)] - first]
         first = stop
-
-
-def _vocab_tensors(vocab_size: int, draft_vocab: Tensor | None) -> list[PendingTensor]:
-    """Return the tensors that map rows of a smaller lm_head to tokens: offsets, and a flag for each chosen token."""
-    if draft_vocab is None:
-        return []
-    tokens_R = draft_vocab.long()
-    chosen_V = torch.zeros(vocab_size, dtype=torch.bool)
-    chosen_V[tokens_R] = True
-    return [
-        held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))),
-        held_tensor(CHOSEN_KEY, "BOOL", chosen_V),
-    ]

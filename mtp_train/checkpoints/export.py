@@ -98,7 +98,10 @@ def write_checkpoint(
             target.parent.mkdir(parents=True, exist_ok=True)
             if name not in changed:
                 place_file(file, target, link)
-            elif tensors := _shard_tensors(source, name, placed):
+                continue
+            keys = (key for key, info in source.tensors.items() if info.file == name and key not in placed.dropped)
+            tensors = [placed.patches.get(key) or stored_tensor(source, key, key) for key in keys]
+            if tensors:
                 kept = read_metadata(file)
                 write_safetensors(target, tensors, kept if head is None else marked(kept, head))
         if head is not None and placed.additions:
@@ -127,12 +130,6 @@ def _same_bytes(source: Checkpoint, written: Checkpoint, key: str) -> bool:
         return True
     blocks = zip(source.read_in_blocks(key), written.read_in_blocks(key), strict=True)
     return all(raw_bytes(mine, ours.dtype) == raw_bytes(other, ours.dtype) for mine, other in blocks)
-
-
-def _shard_tensors(source: Checkpoint, file: str, placed: _Placed) -> list[PendingTensor]:
-    """Return the tensors of a checkpoint's shard, with changed ones in their places and without those dropped."""
-    keys = (key for key, info in source.tensors.items() if info.file == file and key not in placed.dropped)
-    return [placed.patches.get(key) or stored_tensor(source, key, key) for key in keys]
 
 
 def _name_in(source: Checkpoint, file: Path) -> str:

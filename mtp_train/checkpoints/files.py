@@ -15,7 +15,7 @@ The last copy of a tensor counts, so that one left-over file replaces the head o
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 import os
@@ -77,6 +77,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+REJECTIONS = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What transformers raises for files with wrong values: it reports some, and crashes on the rest."""
 
 
 def is_gguf(location: str | Path) -> bool:
@@ -448,8 +452,7 @@ def _require_generation_config(path: Path) -> None:
 
     try:
         GenerationConfig.from_pretrained(path)
-    # transformers reports errors in some of the other fields, and crashes on the rest.
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except REJECTIONS as error:
         raise CheckpointError(
             f"{file}: transformers rejects it ({one_line(error):.300}); expected settings that it can "
             "read. Correct the field, or remove the file."
@@ -520,19 +523,14 @@ def unnamed_weights(source: Checkpoint) -> dict[str, Mapping[str, TensorInfo]]:
     Returns:
         POSIX path in the directory to the file's tensors; no tensors for a file that is not safetensors or is damaged.
     """
-    files = filter(_holds_weights, _files_under(source.path, _weights(source)))
-    names = (file.relative_to(source.path).as_posix() for file in files)
-    return {name: _tensors(source.path / name, name) for name in sorted(names)}
-
-
-def _tensors(path: Path, name: str) -> Mapping[str, TensorInfo]:
-    # Opening a pipe would wait for a process that writes to it.
-    if path.suffix != ".safetensors" or not path.is_file():
-        return {}
-    try:
-        return scan_safetensors(path, name)
-    except CheckpointError:
-        return {}
+    found: dict[str, Mapping[str, TensorInfo]] = {}
+    for file in sorted(filter(_holds_weights, _files_under(source.path, _weights(source)))):
+        name = file.relative_to(source.path).as_posix()
+        found[name] = {}
+        if file.suffix == ".safetensors":
+            with contextlib.suppress(CheckpointError):
+                found[name] = scan_safetensors(file, name)
+    return found
 
 
 def _holds_weights(file: Path) -> bool:
@@ -594,8 +592,7 @@ def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[in
         needed: The keys of a complete head with their shapes.
     """
     first = min(needed)
-    parts = zip(*(key.split(".") for key in needed), strict=False)
-    own = "".join(f"{same[0]}." for same in itertools.takewhile(lambda same: len({*same}) == 1, parts))
+    own = os.path.commonpath([key.replace(".", "/") for key in needed]).replace("/", ".") + "."
     for stored in (checkpoint.tensors, *unnamed_weights(checkpoint).values()):
         prefixes = sorted({key.removesuffix(first) for key in stored if key.endswith(f".{first}")})
         bare = {key.removeprefix(own): shape for key, shape in needed.items()}

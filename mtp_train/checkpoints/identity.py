@@ -76,11 +76,6 @@ class FileRecord(NamedTuple):
     def status(self) -> FileStatus:
         return self[1:-1]
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether every later write changes the status."""
-        return self.ctime_ns + TICK_NS < self.read_ns
-
 
 FileStatus = tuple[int, int, int, int, int]
 """Size, times, inode and device of a file; equal for the same unchanged file under any name."""
@@ -162,7 +157,9 @@ def write_records(directory: Path, records: Records) -> None:
 
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
     """Return the records of inputs. Files with the status of a settled record are not read."""
-    trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
+    recorded = [record for one in known.values() for record in one.files.values()]
+    # Settled records: every later write changes the status.
+    trusted = {record.status: record for record in recorded if record.ctime_ns + TICK_NS < record.read_ns}
     try:
         statuses = {path: file_status(path.stat()) for one in inputs.values() for path in one.files.values()}
         # By status: a file with several names is hashed once.
@@ -238,8 +235,9 @@ def require_same(
     changed = []
     records = hash_inputs({label: one for label, one in inputs.items() if label in recorded}, recorded, progress)
     for label, record in records.items():
-        names = changed_files(recorded[label].contents, record.contents)
-        changed += [_named(label, record.location, names)] if names else []
+        if names := changed_files(recorded[label].contents, record.contents):
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            changed.append(f"{label} ({record.location}): {', '.join(names[:5])}{more}")
     others = {label: one for label, one in inputs.items() if label not in recorded}
     changed += [f"{label} ({one.location}) was not among them" for label, one in others.items()]
     if changed:
@@ -251,8 +249,3 @@ def require_same(
     if keeps and recorded != (updated := {**recorded, **records}):
         with contextlib.suppress(OSError):
             write_records(directory, updated)
-
-
-def _named(label: str, location: str, names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{label} ({location}): {', '.join(names[:5])}{more}"

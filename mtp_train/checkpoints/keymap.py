@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mtp_train.families.spec import Family, KeyRule, SharedKey
+from mtp_train.families.spec import Family, KeyRule
 
 _NUMBERS = ("module", "layer", "expert", "sub", "last")
 REDUCED_OUTPUT = re.compile(r"(?:.+\.)?(?:draft_lm_head|lm_head_draft|draft_vocab_ids|d2t|t2d)(?:\..+)?")
@@ -56,8 +56,8 @@ class HeadLayout:
         return [self._pattern(prefix + "{rest}") for prefix in self.family.keys.head_prefixes]
 
     @cached_property
-    def _shared(self) -> list[tuple[SharedKey, re.Pattern[str]]]:
-        return [(shared, self._pattern(shared.native)) for shared in self.family.keys.shared]
+    def _shared(self) -> list[tuple[str, re.Pattern[str]]]:
+        return [(trunk, self._pattern(native)) for native, trunk in self.family.keys.shared.items()]
 
     def _pattern(self, template: str) -> re.Pattern[str]:
         pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
@@ -118,13 +118,13 @@ class HeadLayout:
         matches = (pattern.match(key) for pattern in self._prefixes)
         return any(match is not None and self._module(match) >= 0 for match in matches)
 
-    def shared_key(self, key: str) -> SharedKey | None:
-        """Return the record of the trunk tensor that a head key repeats, or None."""
-        return next((shared for shared, pattern in self._shared if pattern.match(key)), None)
+    def shared_key(self, key: str) -> str | None:
+        """Return the trunk's key that a head key repeats, as the family's record has it, or None."""
+        return next((trunk for trunk, pattern in self._shared if pattern.match(key)), None)
 
-    def trunk_key(self, shared: SharedKey, trunk_keys: Iterable[str]) -> str:
-        """Return the trunk key whose tensor is copied to a shared key."""
-        key = shared.trunk.format(trunk=self.trunk_prefix)
+    def trunk_key(self, shared: str, trunk_keys: Iterable[str]) -> str:
+        """Return the trunk key whose tensor is copied to a shared key, from the result of :meth:`shared_key`."""
+        key = shared.format(trunk=self.trunk_prefix)
         if key == self.family.keys.lm_head:
             key = self.lm_head_key
         return key if key in set(trunk_keys) else self.embed_key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.files import CONFIG_FILE
+from mtp_train.families.engines import quoted_json
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -27,6 +27,12 @@ def evaluate_command(checkpoint: str, out: str) -> str:
     return shlex.join(["mtp-train", "evaluate", checkpoint, *endpoint, "--out", out])
 
 
+def judge_command(run_dir: Path) -> str:
+    """Return the command that judges a run's export by the evaluations of its baseline and of the export."""
+    arms = [f"stale={run_dir}-baseline", f"retrained={run_dir}-served"]
+    return shlex.join(["mtp-train", "compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged"])
+
+
 def export_command(checkpoint: str) -> str:
     return shlex.join(["mtp-train", "export", checkpoint, "--out", grafted_name(checkpoint)])
 
@@ -34,7 +40,7 @@ def export_command(checkpoint: str) -> str:
 def draft_model_flag(path: str, depth: int) -> str:
     """Return vLLM's flag for drafting with a head in a directory of its own."""
     config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}
-    return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+    return f"--speculative-config {quoted_json(config)}"
 
 
 def retrain_command(finetune: str, base: str, data: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:

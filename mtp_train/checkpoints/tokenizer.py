@@ -18,7 +18,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from mtp_train.checkpoints.adapter import merge_command, tokenizer_files
-from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, Checkpoint, read_json
+from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, REJECTIONS, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     except Exception as error:
         # The tokenizers package raises Exception itself for a file that it cannot parse. A subclass that is not listed
         # here is a bug.
-        if type(error) is not Exception and not isinstance(error, _REJECTIONS):
+        if type(error) is not Exception and not isinstance(error, (*REJECTIONS, RuntimeError, ImportError)):
             raise
         reason = one_line(error)
         raise CheckpointError(
@@ -100,8 +100,6 @@ def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# What transformers raises for tokenizer files of a wrong type or without a part. None of our code runs in it.
-_REJECTIONS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError)
 
 
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:

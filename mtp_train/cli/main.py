@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
     except Stopped as stopped:
         if is_main_process():
-            again = "Start the same command again; run, regenerate, evaluate and compare go on from what they saved."
-            print(f"mtp-train: stopped by {stopped}.\n{again}", file=sys.stderr)
+            print(
+                f"mtp-train: stopped by {stopped}.\n"
+                "Start the same command again; run, regenerate, evaluate and compare go on from what they saved.",
+                file=sys.stderr,
+            )
         return stopped.exit_code
     except BrokenPipeError:
         # The reader of a pipe, such as head, has read enough. Python's own flush at exit must not fail on it.
@@ -54,7 +57,10 @@ def _run(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    if _means_recipe(arguments[0]):
+    # A recipe's path, or a name so close to one that no command is taken for it; `run` corrects a mistyped name.
+    if arguments[0].endswith((".yaml", ".yml")) or difflib.get_close_matches(
+        arguments[0], [recipe.name for recipe in mtp.recipes().recipes], n=1, cutoff=0.8
+    ):
         arguments.insert(0, "run")
     args = parse(parser, arguments)
     quieten_libraries(verbose=args.verbose)
@@ -75,15 +81,6 @@ def _run(arguments: list[str]) -> int:
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
-
-
-def _means_recipe(word: str) -> bool:
-    """Return whether the first word is a recipe: a path, or a name, which ``run`` corrects if it is mistyped."""
-    if word.endswith((".yaml", ".yml")):
-        return True
-    names = [recipe.name for recipe in mtp.recipes().recipes]
-    # Close enough that no command is taken for a recipe.
-    return bool(difflib.get_close_matches(word, names, n=1, cutoff=0.8))
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -152,15 +149,8 @@ Handler = Callable[[argparse.Namespace], Any]
 """Returns a result of the public API, or what to print of it."""
 
 
-AddArgument = Callable[..., Any]
-"""``add_argument`` of a command."""
-
-
-class WithDefaults(argparse.HelpFormatter):
+class WithDefaults(argparse.RawDescriptionHelpFormatter):
     """Print the default of every option, unless its help already contains one; do not break examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("example: ") else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -242,11 +232,18 @@ def _add_runs(commands: Any) -> None:
     _add_recipe(commands, "run", "run or resume a recipe: regenerate, train, evaluate, gate, export", _run_recipe)
 
     check = _add_recipe(commands, "check", "check a recipe and print its plan; reads no weights", _check)
-    processes = "processes that will train (default: train.processes, else as launched)"
-    check.add_argument("--processes", type=_count, metavar="N", help=processes)
+    check.add_argument(
+        "--processes",
+        type=_count,
+        metavar="N",
+        help="processes that will train (default: train.processes, else as launched)",
+    )
     _add_device(check)
-    shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
-    check.add_argument("--show", choices=("recipe",), help=shown)
+    check.add_argument(
+        "--show",
+        choices=("recipe",),
+        help="print the resolved recipe, with the reasons for its automatic settings, in place of the plan",
+    )
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package")
 
@@ -258,8 +255,7 @@ def _add_runs(commands: Any) -> None:
     init.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
     _add_device(init)
 
-    answers = "only generate the trunk's answers to the recipe's prompts"
-    _add_recipe(commands, "regenerate", answers)
+    _add_recipe(commands, "regenerate", "only generate the trunk's answers to the recipe's prompts")
 
     probe = add_command(commands, "probe", "find out in minutes whether a rescue will help")
     _add_pair(probe)
@@ -279,14 +275,22 @@ def _add_pair(command: argparse.ArgumentParser) -> None:
 
 def _add_device(command: argparse.ArgumentParser) -> None:
     device = command.add_mutually_exclusive_group()
-    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)"
-    device.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument(
+        "--device",
+        metavar="NAME",
+        help="plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)",
+    )
     device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:
-    prompts = "prompts like those that the model will serve (default: built-in ones)"
-    command.add_argument("--data", nargs="+", default=[], metavar="PATH", help=prompts)
+    command.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="prompts like those that the model will serve (default: built-in ones)",
+    )
     command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
 
 
@@ -359,22 +363,26 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 def _add_decoding(commands: Any) -> None:
     generate = add_command(commands, "generate", "decode with the built-in speculative decoder", _generate)
     _add_generate(generate.add_argument)
-    text = "measure acceptance and speed by task, temperature, context, depth and rule"
-    evaluate = add_command(commands, "evaluate", text, _measure)
+    evaluate = add_command(
+        commands, "evaluate", "measure acceptance and speed by task, temperature, context, depth and rule", _measure
+    )
     _add_evaluate(evaluate.add_argument)
     _add_grid(evaluate.add_argument)
     compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _measure)
     arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
     arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
-    arms += "each: servers of one trunk, of which the second is judged against the first (exit code 3: not better)"
+    arms += "each: servers of one trunk, or NAME=DIR of finished evaluations of servers; the second of two is judged "
+    arms += "against the first (exit code 3: not better)"
     compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
     written = "writes the prompts for servers (default: the first server's files)"
     compare.add_argument("--tokenizer", metavar="CKPT", help=written)
+    judges = "a run without a gate, whose baseline and export two evaluations measured: record the verdict in it"
+    compare.add_argument("--judges", metavar="RUN", help=judges)
     _add_server(compare.add_argument)
     _add_grid(compare.add_argument)
 
 
-def _add_generate(add: AddArgument) -> None:
+def _add_generate(add: Any) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
@@ -389,40 +397,65 @@ def _add_generate(add: AddArgument) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
-    chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
-    add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
+    add(
+        "--draft-sampling",
+        choices=("argmax", "sampled"),
+        default="sampled",
+        help="how drafts are chosen above temperature 0; sampled drafts are accepted more often",
+    )
 
 
-def _add_evaluate(add: AddArgument) -> None:
-    subject = "a checkpoint, or the directory of a run: its trunk and its trained head"
-    add("checkpoint", metavar="CKPT|RUN", help=subject)
+def _add_evaluate(add: Any) -> None:
+    add(
+        "checkpoint", metavar="CKPT|RUN", help="a checkpoint, or the directory of a run: its trunk and its trained head"
+    )
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
     add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
     _add_server(add)
-    waits = {"type": float, "default": 3600.0, "metavar": "SECONDS", "dest": "request_timeout_seconds"}
-    add("--request-timeout", **waits, help="longest wait for it to send a part of a response (default: 3600)")
+    add(
+        "--request-timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        dest="request_timeout_seconds",
+        help="longest wait for it to send a part of a response (default: 3600)",
+    )
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
 
 
-def _add_server(add: AddArgument) -> None:
+def _add_server(add: Any) -> None:
     add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
-def _add_grid(add: AddArgument) -> None:
-    suites = "builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file"
-    add("--suite", default="auto", help=suites)
+def _add_grid(add: Any) -> None:
+    add(
+        "--suite",
+        default="auto",
+        help="builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file",
+    )
     add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
     add("--prompts-per-task", type=int, default=8, metavar="N", help="prompts to decode of each task")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the trunk; 0 is greedy")
-    extends = "extend prompts to these lengths with text before them (default: own, as they are)"
     _add_variables(add)
-    add("--contexts", nargs="+", type=_context, default=[None], metavar="N|own", help=extends)
+    add(
+        "--contexts",
+        nargs="+",
+        type=_context,
+        default=[None],
+        metavar="N|own",
+        help="extend prompts to these lengths with text before them (default: own, as they are)",
+    )
     add("--depths", nargs="+", type=int, metavar="K", help="drafts per round (default: 1 2 3 5, if the heads can)")
-    rules = "greedy at temperature 0; above: argmax drafts, or sampled ones with rejection"
-    add("--rules", nargs="+", choices=RULES, default=list(RULES), help=rules)
+    add(
+        "--rules",
+        nargs="+",
+        choices=RULES,
+        default=list(RULES),
+        help="greedy at temperature 0; above: argmax drafts, or sampled ones with rejection",
+    )
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
@@ -430,10 +463,15 @@ def _add_grid(add: AddArgument) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 
 
-def _add_variables(add: AddArgument) -> None:
-    variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
-    given = {"nargs": "+", "action": "extend", "type": _variable, "metavar": "NAME=VALUE"}
-    add("--chat-template-kwargs", **given, help=variables)
+def _add_variables(add: Any) -> None:
+    add(
+        "--chat-template-kwargs",
+        nargs="+",
+        action="extend",
+        type=_variable,
+        metavar="NAME=VALUE",
+        help="variables for the chat template, with values in JSON or text, as enable_thinking=false",
+    )
 
 
 def _variable(text: str) -> tuple[str, Any]:
@@ -466,8 +504,7 @@ def _generate(args: argparse.Namespace) -> Printed:
             progress.stop()
             print(printable(text), end="", flush=True)
 
-        on_text = show if streams else None
-        done = call(args, sampling=sampling, on_text=on_text, progress=progress)
+        done = call(args, sampling=sampling, on_text=show if streams else None, progress=progress)
     if streams:
         print(flush=True)
     if not args.json:

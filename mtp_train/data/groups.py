@@ -129,14 +129,9 @@ def join_near_duplicates(records: Sequence[Record], progress: Progress | None = 
     Groups that do not come from a record's content (a file, a value of the group field) stay as they are. The order of
     the records does not matter.
     """
-    texts: dict[str, str] = {}
-    seen: set[str] = set()
-    for record in records:
-        if record.group not in seen:
-            seen.add(record.group)
-            text = grouping_text(record.content)
-            if record.group == text_group(text):
-                texts[record.group] = text
+    # The first record of each group.
+    contents = {record.group: record.content for record in reversed(records)}
+    texts = {group: text for group, content in contents.items() if text_group(text := grouping_text(content)) == group}
     # Sorted by digest, so that the order of the records does not matter.
     groups = sorted(texts)
     found = near_duplicate_groups([texts[group] for group in groups], progress)

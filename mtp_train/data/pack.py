@@ -129,8 +129,12 @@ def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[Pa
 
 def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
     """Stack sequences into the tensors of a batch."""
-    fields = ("input_ids_T", "positions_T", "document_T", "loss_mask_T")
-    return PackedBatch(*(torch.from_numpy(np.stack([getattr(one, field) for one in sequences])) for field in fields))
+    return PackedBatch(
+        *(
+            torch.from_numpy(np.stack([getattr(one, field) for one in sequences]))
+            for field in ("input_ids_T", "positions_T", "document_T", "loss_mask_T")
+        )
+    )
 
 
 def _lengths(documents: Sequence[Document]) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,8 +90,7 @@ def with_variables(record: Record, defaults: Mapping[str, Any]) -> Record:
     """Return a record whose chat hands these variables to the template where it has none of that name."""
     if not defaults or not isinstance(record.content, Chat):
         return record
-    variables = {**defaults, **record.content.variables}
-    return replace(record, content=replace(record.content, variables=variables))
+    return replace(record, content=replace(record.content, variables={**defaults, **record.content.variables}))
 
 
 def content_group(content: Content) -> str:
@@ -146,14 +145,14 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     prompt, response = values.get("prompt"), values.get("response")
     if "instruction" in values:
         asked = [name for name in ("instruction", "input") if name == "instruction" or values.get(name)]
-        prompt = [_turn("user", "\n".join(parse_text(values[name], name, where) for name in asked))]
+        prompt = [{"role": "user", "content": "\n".join(parse_text(values[name], name, where) for name in asked)}]
         response = values.get("output")
     if "prompt" in values and not isinstance(prompt, (list, tuple)):
         answer = None if response is None else parse_text(response, "response", where)
         return PromptResponse(parse_text(prompt, "prompt", where), answer)
     messages = values.get("messages")
     if isinstance(prompt, (list, tuple)):
-        answered = response if isinstance(response, (list, tuple)) else [_turn("assistant", response)]
+        answered = response if isinstance(response, (list, tuple)) else [{"role": "assistant", "content": response}]
         messages = [*prompt, *(answered if response is not None else ())]
     chat = parse_messages(messages, where)
     variables = _variables(values, where)
@@ -162,8 +161,7 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
         return replace(chat, variables=variables)
     if chat.messages[0]["role"] == "system":
         raise _refused(where, "a system column beside a system message", "one of them")
-    first = _turn("system", parse_text(system, "system", where))
-    return Chat((first, *chat.messages), variables)
+    return Chat(({"role": "system", "content": parse_text(system, "system", where)}, *chat.messages), variables)
 
 
 def parsed_json(text: str) -> Any:
@@ -179,9 +177,10 @@ def parsed_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [child for one in level for child in _children(one) if isinstance(child, (dict, list))]
+    level: list[Any] = [[value]]
+    for _ in range(MAX_NESTING + 2):
+        members = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [child for some in members for child in some if isinstance(child, (dict, list))]
         if not level:
             return value
     raise ValueError(too_deep)
@@ -193,14 +192,6 @@ def require_utf8(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("not UTF-8") from None
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _turn(role: str, content: object) -> Message:
-    return {"role": role, "content": content}
 
 
 def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -246,8 +237,9 @@ def _require_unicode(text: str, field: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"{field} has half of a surrogate pair at character {error.start + 1}"
-        raise _refused(where, half, "whole characters") from None
+        raise _refused(
+            where, f"{field} has half of a surrogate pair at character {error.start + 1}", "whole characters"
+        ) from None
 
 
 def _parse_message(value: object, where: str) -> Message:
@@ -265,28 +257,21 @@ def _parse_message(value: object, where: str) -> Message:
     if message.get("role") not in ROLES:
         raise _refused(where, f"role {_shown(role)}", f"one of {', '.join(ROLES)}")
     if role == "function_call":
-        message |= _called(message.get("content"), where)
+        # The tool calls of ShareGPT: one call or a list of calls as JSON text.
+        found = json_or_text(message.get("content"))
+        calls = found if isinstance(found, list) else [found]
+        if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+            raise _refused(where, f"function_call is {_shown(message.get('content'))}", "JSON with name and arguments")
+        message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
     if "tool_calls" in message:
         message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
-    message["content"] = _joined(message.get("content"))
-    if not isinstance(message["content"], str):
-        kind = UnsupportedRecordError if _has_other_parts(message["content"]) else DataError
-        raise _refused(where, f"content is {_shown(message['content'])}", "text", kind)
+    message["content"] = _text_of(message.get("content"), where)
     _require_unicode(message["content"], "content", where)
     if len(message) > 2:
         # Templates may write further fields.
         _require_unicode(json.dumps(message, ensure_ascii=False, default=str), "the message", where)
     return message
-
-
-def _called(content: object, where: str) -> Message:
-    """Return the tool calls of a ShareGPT message, which is one call or a list of calls as JSON text."""
-    found = json_or_text(content)
-    calls = found if isinstance(found, list) else [found]
-    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise _refused(where, f"function_call is {_shown(content)}", "JSON with name and arguments")
-    return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
@@ -328,21 +313,16 @@ def require_text_only(row: Mapping[str, object], where: str) -> None:
             raise _refused(where, f"{column} has a value", "text alone", UnsupportedRecordError)
 
 
-def _has_other_parts(content: object) -> bool:
-    """Return whether content is a list of parts with types, and one of them is not text."""
-    if not isinstance(content, list):
-        return False
-    types = [part.get("type") if isinstance(part, Mapping) else None for part in content]
-    return all(isinstance(one, str) for one in types) and any(one != "text" for one in types)
-
-
-def _joined(content: object) -> object:
-    """Join content in parts (the format of vision-language chats) to one text, if all parts are text."""
-    if not isinstance(content, list) or not content:
+def _text_of(content: object, where: str) -> str:
+    """Return the text of a message, whose content may be a list of parts, as in chats of vision-language models."""
+    if isinstance(content, str):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-    whole = [text for text in texts if isinstance(text, str)]
-    return "".join(whole) if len(whole) == len(content) else content
+    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, list) else []
+    if parts and all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    types = [part.get("type") for part in parts if part.get("type") != "text"]
+    kind = UnsupportedRecordError if types and all(isinstance(one, str) for one in types) else DataError
+    raise _refused(where, f"content is {_shown(content)}", "text", kind)
 
 
 def _without_nulls(value: Any) -> Any:

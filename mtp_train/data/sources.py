@@ -18,11 +18,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 import datasets
 import fsspec
@@ -159,8 +158,7 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    source = _Source(path, name, files, config, split)
-    return [row for row, _ in source.read()[1]]
+    return [row for row, _ in _Source(path, name, files, config, split).read()[1]]
 
 
 def read_each(
@@ -196,8 +194,7 @@ def read_each(
         )
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A source, with the arguments of :func:`load_records` that choose its rows."""
 
     path: str
@@ -209,12 +206,8 @@ class _Source:
 
     @property
     def place(self) -> Path:
+        """The id on the hub, or the path."""
         return Path(self.path).expanduser()
-
-    @property
-    def _dataset(self) -> str:
-        """The id on the hub, or the directory."""
-        return self.path if self.files is None else str(self.place)
 
     def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
         """Return the column names and the rows, some of which are decoded only when they are asked for.
@@ -235,20 +228,43 @@ class _Source:
 
     @contextmanager
     def _unreadable_is_named(self) -> Iterator[None]:
+        """Raise a DataError for a source that cannot be read; for JSON lines it names the faulty line."""
         try:
             yield
         except UNREADABLE as error:
-            raise _unreadable(self.name, self.files, error) from error
+            cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+            name, files = self.name, self.files
+            if files is None:
+                raise DataError(
+                    f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that "
+                    "split. Check the spelling, the split and the network."
+                ) from error
+            if "zstd" in cause:
+                raise DataError(
+                    f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard."
+                ) from error
+            if isinstance(error, _BadLineError):
+                file, number, cause = error.args
+                name = f"{name if len(files) == 1 else file}, line {number}"
+            raise DataError(
+                f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split "
+                "is `train`. Repair the file, or correct the split."
+            ) from error
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
         if is_saved(self.place):
-            table = _saved(self.place, self.split)
+            whole = datasets.load_from_disk(str(self.place))
+            splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
+            table = datasets.concatenate_datasets(
+                [splits[name].select(part) for name, part in _parts(self.split, splits)]
+            )
         elif self.files is None or self.place.is_dir():
-            table = datasets.load_dataset(self._dataset, self.config, split=self.split)
+            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
-            kind = BUILDERS[_suffix(self.files[0])]
-            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
+            table = datasets.load_dataset(
+                BUILDERS[_suffix(self.files[0])], data_files=[str(file) for file in self.files], split=self.split
+            )
         stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
         rows = iter(stream.decode(False) if stream.features else stream)
@@ -265,7 +281,7 @@ class _Source:
             return None
         if files is not None and not place.is_dir():
             return {"train": [str(file) for file in files]}
-        builder = datasets.load_dataset_builder(self._dataset, self.config)
+        builder = datasets.load_dataset_builder(str(place), self.config)
         is_json = isinstance(builder, JsonBuilder)
         if (files is None and not is_json) or (is_json and builder.config.field is not None):
             return None
@@ -301,17 +317,10 @@ def is_saved(directory: Path) -> bool:
     return of_splits or all(of_one)
 
 
-def _saved(directory: Path, split: str) -> datasets.Dataset:
-    whole = datasets.load_from_disk(str(directory))
-    splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-    return datasets.concatenate_datasets([splits[name].select(part) for name, part in _parts(split, splits)])
-
-
 def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     """Return the splits, and the rows of each, that ``train[1:3]+test`` and the like name."""
-    counts = {name: len(rows) for name, rows in whole.items()}
-    absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    return [(part.splitname, range(part.from_, part.to)) for part in absolute]
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in whole.items()})
+    return [(part.splitname, range(part.from_, part.to)) for part in parts]
 
 
 class _BadLineError(ValueError):
@@ -323,8 +332,7 @@ def _rows_of(file: str) -> Iterator[OwnedRow]:
     if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
     # Bytes that are not UTF-8 are reported with their line, see require_utf8.
-    how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
-    with fsspec.open(file, "rt", **how) as stream:
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape") as stream:
         if BUILDERS.get(_suffix(Path(file))) == "text":
             opening = ""
             for text in _paragraphs(stream):
@@ -351,7 +359,13 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
     first = next(lines, (1, "[]"))
     if isinstance(json_or_text(first[1]), dict):
         for number, line in chain([first], lines):
-            yield _object(line, file, number)
+            try:
+                row = parsed_json(line)
+            except ValueError as error:
+                raise _BadLineError(file, number, error) from error
+            if not isinstance(row, dict):
+                raise _BadLineError(file, number, "no object")
+            yield row
         return
     try:
         value = parsed_json(first[1] + stream.read())
@@ -361,16 +375,6 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
         if not isinstance(entry, dict):
             raise ValueError(f"record {number} is not an object")
         yield entry
-
-
-def _object(line: str, file: str, number: int) -> Row:
-    try:
-        value = parsed_json(line)
-    except ValueError as error:
-        raise _BadLineError(file, number, error) from error
-    if not isinstance(value, dict):
-        raise _BadLineError(file, number, "no object")
-    return value
 
 
 def local_files(path: str, name: str) -> list[Path] | None:
@@ -420,25 +424,6 @@ def _suffix(file: Path) -> str:
     """Return the suffix of a file's format, without a suffix of compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
-
-
-def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> DataError:
-    """Return the error for a source that cannot be read; for JSON lines it names the faulty line."""
-    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-    if files is None:
-        return DataError(
-            f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that split. "
-            "Check the spelling, the split and the network."
-        )
-    if "zstd" in cause:
-        return DataError(f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard.")
-    if isinstance(error, _BadLineError):
-        file, number, cause = error.args
-        name = f"{name if len(files) == 1 else file}, line {number}"
-    return DataError(
-        f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split is "
-        "`train`. Repair the file, or correct the split."
-    )
 
 
 def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:

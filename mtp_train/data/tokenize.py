@@ -117,23 +117,27 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens
     content = record.content
     if isinstance(content, Chat):
         return chat_documents(tokenizer, content, record.where)
-    eos = eos_token(tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "tokenizer: no end-of-text token; expected one to close documents. Set eos_token in tokenizer_config.json."
+        )
+    eos = int(tokenizer.eos_token_id)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
-        response_ids = _closed(raw_tokens(tokenizer, str(content.response), start=False), eos)
-        return [(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))]
-    token_ids = _closed(raw_tokens(tokenizer, content.text), eos)
-    return [(token_ids, [True] * len(token_ids))]
-
-
-def _closed(token_ids: list[int], eos: int) -> list[int]:
-    """Return the tokens with one end-of-text token at the end; the data may contain it already."""
-    return token_ids if token_ids[-1:] == [eos] else [*token_ids, eos]
+        target_ids = raw_tokens(tokenizer, str(content.response), start=False)
+    else:
+        prompt_ids, target_ids = [], raw_tokens(tokenizer, content.text)
+    # The data may contain the end-of-text token already.
+    if target_ids[-1:] != [eos]:
+        target_ids = [*target_ids, eos]
+    return [(prompt_ids + target_ids, [False] * len(prompt_ids) + [True] * len(target_ids))]
 
 
 def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[Tokens]:
-    starts = range(0, len(token_ids), seq_len_tokens)
-    return [(token_ids[start : start + seq_len_tokens], mask[start : start + seq_len_tokens]) for start in starts]
+    return [
+        (token_ids[start : start + seq_len_tokens], mask[start : start + seq_len_tokens])
+        for start in range(0, len(token_ids), seq_len_tokens)
+    ]
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
@@ -285,19 +289,6 @@ def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]
     return prompt_ids
 
 
-def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the end-of-text token.
-
-    Raises:
-        DataError: The tokenizer has none.
-    """
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "tokenizer: no end-of-text token; expected one to close documents. Set eos_token in tokenizer_config.json."
-        )
-    return int(tokenizer.eos_token_id)
-
-
 def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> list[Tokens]:
     """Return the documents of a chat: every assistant turn is a target once, after the history it was generated from.
 
@@ -350,7 +341,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> _Turn:
     spoken = _restored(chat.messages[-1], before, text)
     if spoken is not None:
         return _Turn(before + spoken, (len(before), len(before + spoken)))
-    start = _shared(before, text)
+    start = shared_start(before, text)
     # A generation prompt may open the thinking of a turn that has none.
     opening = before.rstrip().removesuffix(THINKING_STARTS)
     if start < len(before) and opening != before.rstrip() and text.startswith(opening):
@@ -370,7 +361,7 @@ def _restored(message: Message, before: str, text: str) -> str | None:
     Args:
         text: The chat up to and including the turn, as the template renders it.
     """
-    written = text[_shared(before, text) :]
+    written = text[shared_start(before, text) :]
     is_opened = before.rstrip().endswith(THINKING_STARTS)
     thinking, _, answer = _said(message, written, is_opened).rpartition(THINKING_ENDS)
     thinking = thinking.lstrip().removeprefix(THINKING_STARTS)
@@ -404,8 +395,9 @@ def _said(message: Message, written: str, is_opened: bool) -> str:
     return content
 
 
-def _shared(first: str, second: str) -> int:
-    if second.startswith(first):
+def shared_start(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of characters or tokens at their start that two texts share."""
+    if second[: len(first)] == first:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(second))

@@ -44,8 +44,11 @@ class ArmSpec:
 
     @property
     def trunk_name(self) -> str:
-        adapter = f"+{self.adapter}" if self.adapter else ""
-        return self.trunk + adapter + (f"@{self.quantization}" if self.quantization else "")
+        return (
+            self.trunk
+            + (f"+{self.adapter}" if self.adapter else "")
+            + (f"@{self.quantization}" if self.quantization else "")
+        )
 
     def identity(self) -> dict[str, Any]:
         """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""

@@ -119,8 +119,11 @@ class TrunkArms:
         )
 
     def request(self, prompt: Prompt, setting: Setting, max_new_tokens: int) -> Request:
-        sampling = setting.sampling(noise_seed(prompt.id, self.seed))
-        return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+        return Request(
+            prompt_ids=prompt.prompt_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=setting.sampling(noise_seed(prompt.id, self.seed)),
+        )
 
 
 def measure_trunk(
@@ -152,8 +155,9 @@ def measure_trunk(
     depth, plain = max(one.depth for one in settings), of_arm(decoded, arms.plain_arm)
     dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
-        rows = dense[name][setting.temperature, setting.context_tokens]
-        decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
+        decoded[name, setting] = replayed(
+            dense[name][setting.temperature, setting.context_tokens], plain[setting.plain], setting.depth
+        )
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
     first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
     return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]
@@ -194,25 +198,28 @@ def _timed(
         watch.run(SPEED_PASSES, partial(progress.advance, task))
         found = joined(processes.gather([watch.records]), {context: few})
         spent = max(processes.gather([time.perf_counter() - begun]))
-        if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
+        plain = _arm(arms, arms.plain_arm, decoded, found, {})
+        pairs = [_arm(arms, name, decoded, found, {}).against(plain, setting) for name, setting in lanes[1:]]
+        decided = not any(speedup is not None and speedup.needs_passes for speedup in map(measured_speedup, pairs))
+        if decided or spent * (1 + 1 / measures) > SPEED_SECONDS:
             return found
-
-
-def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
-    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
-    pairs = [_arm(arms, name, decoded, timed, {}).against(plain, setting) for name, setting in lanes[1:]]
-    return any(speedup is not None and speedup.needs_passes for speedup in map(measured_speedup, pairs))
 
 
 def _dense(
     arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
 ) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
     """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
-    limits = arms.seq_len_tokens, arms.dense_tokens
     return {
         name: {
             (one.temperature, one.context_tokens): dense_rows(
-                arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits
+                arms.trunk,
+                head,
+                prompts[one.context_tokens],
+                texts,
+                depth,
+                one.temperature,
+                arms.seq_len_tokens,
+                arms.dense_tokens,
             )
             for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")
         }
@@ -253,8 +260,11 @@ def _decode_lacking(
     def keep(
         lane: Lane, group: Iterable[Prompt], results: Iterable[GenerationResult], checks: Iterable[TextCheck]
     ) -> None:
-        decoded = zip(group, results, checks, strict=True)
-        done = [record_of(prompt, one, check) for prompt, one, check in decoded if prompt.id not in found[lane]]
+        done = [
+            record_of(prompt, one, check)
+            for prompt, one, check in zip(group, results, checks, strict=True)
+            if prompt.id not in found[lane]
+        ]
         found[lane].update((one.prompt_id, one) for one in done)
         if arms.store is not None:
             arms.store.add(*lane, done)

@@ -9,7 +9,7 @@ Shapes: K depths, N target positions of all prompts together, R drafted vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,8 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import aligned_rows
-from mtp_train.train.teacher_forced import many_rows, target_figures
+from mtp_train.train.packed_rows import AlignedRows, aligned_rows
+from mtp_train.train.teacher_forced import TargetFigures, many_rows, target_figures
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import isolated_hidden
 
@@ -79,10 +79,19 @@ def dense_rows(
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= max_tokens).sum()))
         decoded, texts = decoded[:num_texts], texts[:num_texts]
+    parts = []
     with many_rows(trunk, drafting.head) as head:
-        parts = [
-            _text_rows(trunk, head, text, num_depths, temperature or 1.0, drafting.draft_vocab_R) for text in texts
-        ]
+        for text in texts:
+            ((rows, found),) = _measured(trunk, [head], text, num_depths, drafting.draft_vocab_R, temperature or 1.0)
+            kept_N = rows.valid_KN.any(dim=0)
+            parts.append(
+                [
+                    one[..., kept_N].cpu().numpy()
+                    for one in (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
+                ]
+            )
+            # Before the next text's states are computed.
+            del rows, found
     entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
         prompts=decoded,
@@ -112,34 +121,37 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
         while text.prompt_tokens > 1 and last + depth < agreed_KT.shape[1]:
             accepted.append(int(agreed_KT[np.arange(depth), last + 1 + np.arange(depth)].cumprod().sum()))
             last += accepted[-1] + 1
-        drafted = (depth,) * len(accepted)
-        token_ids = text.token_ids[: last + 1]
-        found.append(replace(text, token_ids=token_ids, drafted=drafted, accepted=tuple(accepted), check=None))
+        found.append(
+            replace(
+                text,
+                token_ids=text.token_ids[: last + 1],
+                drafted=(depth,) * len(accepted),
+                accepted=tuple(accepted),
+                check=None,
+            )
+        )
     return found
 
 
-def _text_rows(
+def _measured(
     trunk: Trunk,
-    head: MtpHead,
+    heads: Sequence[MtpHead],
     text: Document,
     num_depths: int,
-    temperature: float,
     draft_vocab_R: Tensor | None,
-) -> tuple[NDArray[Any], ...]:
-    """Return entropy, overlap, agreement and validity of one text, measured in a batch of its own without padding."""
-    batch = _batch_of(text, trunk.lm_head_VD.device)
-    trunk.show_layers(head.trunk_layers)
-    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
-    rows = aligned_rows(trunk, head, batch, hidden_BTD, num_depths)
-    found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
-    kept_N = rows.valid_KN.any(dim=0)
-    figures = (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
-    return tuple(one[..., kept_N].cpu().numpy() for one in figures)
+    temperature: float = 1.0,
+) -> Iterator[tuple[AlignedRows, TargetFigures]]:
+    """Yield the rows of each head on one text, in a batch of its own without padding, and the figures of these rows.
 
-
-def _batch_of(text: Document, device: torch.device) -> PackedBatch:
+    One pass of the trunk serves all heads, which read the same of its layers.
+    """
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
-    return PackedBatch(*(column.to(device) for column in columns))
+    batch = PackedBatch(*(column.to(trunk.lm_head_VD.device) for column in columns))
+    trunk.show_layers(heads[0].trunk_layers)
+    hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
+    for head in heads:
+        rows = aligned_rows(trunk, head, batch, hidden_BTD, num_depths)
+        yield rows, target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
 
 
 _GAIN, _RIGHT = 0.05, 0.08
@@ -165,12 +177,8 @@ def better_wiring(
         figures = {name: torch.zeros(2, len(texts)) for name in heads}
         num_drafts = 0
         for number, text in enumerate(progress.track(texts, description="trying other wirings of the head")):
-            batch = _batch_of(text, trunk.lm_head_VD.device)
-            trunk.show_layers(head.trunk_layers)
-            hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
-            for name, one in heads.items():
-                rows = aligned_rows(trunk, one, batch, hidden_BTD, num_depths)
-                found = target_figures(rows, trunk, one, draft_vocab_R=drafting.draft_vocab_R)
+            measured = _measured(trunk, list(heads.values()), text, num_depths, drafting.draft_vocab_R)
+            for name, (rows, found) in zip(heads, measured, strict=True):
                 figures[name][0, number] = found.overlap_KN[rows.valid_KN].mean()
                 figures[name][1, number] = found.agreed_KN[rows.valid_KN].float().mean()
             num_drafts += int(rows.valid_KN.sum())
@@ -215,8 +223,7 @@ def _wired(convention: Convention, head: MtpHead) -> MtpHead:
 def _with_halves_swapped(head: MtpHead) -> MtpHead:
     for name, parameter in head.named_parameters():
         if name.endswith(".proj.weight") and ".layer." not in name:
-            first_DD, second_DD = parameter.data.chunk(2, dim=1)
-            parameter.data = torch.cat([second_DD, first_DD], dim=1)
+            parameter.data = parameter.data.roll(parameter.shape[1] // 2, dims=1)
     return head
 
 

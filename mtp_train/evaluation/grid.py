@@ -102,15 +102,14 @@ def require_grid(grid: EvaluationGrid) -> None:
         DataError: A number is out of range, or no setting is left.
     """
     contexts = [one for one in grid.contexts if one is not None]
-    checks: tuple[tuple[str, Sequence[float], float, float, str], ...] = (
+    for flag, values, low, high, expected in (
         ("--depths", grid.depths or (), 1, MAX_DEPTH, f"1 to {MAX_DEPTH}"),
         ("--temperatures", grid.temperatures, 0.0, math.inf, "0 or more"),
         ("--contexts", contexts, 1, math.inf, "1 or more, or own"),
         ("--prompts-per-task", [grid.prompts_per_task], 1, math.inf, "1 or more"),
         ("--max-new-tokens", [grid.max_new_tokens], 2, math.inf, "2 or more, as the first token needs no round"),
         ("--batch", [grid.batch], 1, math.inf, "1 or more"),
-    )
-    for flag, values, low, high, expected in checks:
+    ):
         for value in values:
             if not low <= value <= high:
                 raise DataError(f"{flag}: {value:g}; expected {expected}. Correct it, or leave the flag out.")

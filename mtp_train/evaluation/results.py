@@ -118,8 +118,7 @@ AnyArm = TypeVar("AnyArm", bound=ArmResult)
 
 def recommended(arms: Iterable[AnyArm]) -> AnyArm | None:
     """Return the figures to serve: the fastest of those whose drafts are shown to pay. None: serve without drafts."""
-    paying = [arm for arm in arms if arm.pays == "above"]
-    return max(paying, key=lambda arm: arm.speedup or 0.0, default=None)
+    return max((arm for arm in arms if arm.pays == "above"), key=lambda arm: arm.speedup or 0.0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,15 +264,18 @@ class Report:
 
     def at(self, setting: Setting | None, task: str = ALL_TASKS) -> dict[str, Cell]:
         """Return the cells of drafting arms at a setting, by arm; arms without it are left out."""
-        found = {arm: None if setting is None else self.by_place.get((arm, task, setting)) for arm in self.drafting}
-        return {arm: cell for arm, cell in found.items() if cell is not None}
+        return {
+            arm: cell
+            for arm in self.drafting
+            if setting is not None and (cell := self.by_place.get((arm, task, setting))) is not None
+        }
 
     def along(self, *axes: str) -> list[Setting]:
         """Return the settings with drafts that differ from the headline in these fields at most, in order."""
         headline = self.headline
         if headline is None:
             return []
-        of_headline: dict[str, Any] = {name: getattr(headline, name) for name in axes}
+        of_headline = {name: getattr(headline, name) for name in axes}
         every = {setting for _, task, setting in self.by_place if task == ALL_TASKS}
         return sorted(
             (setting for setting in every if replace(setting, **of_headline) == headline),
@@ -285,7 +287,7 @@ class Report:
 
     def by_depth(self, arm: str) -> dict[int, Cell]:
         """Return an arm's cells by number of drafts, at the headline's temperature, context and rule."""
-        return {one.depth: self.at(one)[arm] for one in self.along("depth") if arm in self.at(one)}
+        return {cells[arm].depth: cells[arm] for cells in map(self.at, self.along("depth")) if arm in cells}
 
     @property
     def compared(self) -> list[ArmComparison]:
@@ -306,10 +308,9 @@ def read_record(record: type[T], raw: str | bytes | Mapping[str, Any], where: st
     Raises:
         DataError: A field is missing, unknown or of another type; ``where`` is the start of the message.
     """
-    reader: TypeAdapter[Any] = _reader(record)
+    reader = _reader(record)
     try:
-        found: T = reader.validate_json(raw) if isinstance(raw, str | bytes) else reader.validate_python(raw)
-        return found
+        return reader.validate_json(raw) if isinstance(raw, str | bytes) else reader.validate_python(raw)
     except ValidationError as error:
         named = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}" for one in error.errors()[:3]]
         raise DataError(

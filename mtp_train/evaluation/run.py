@@ -43,6 +43,10 @@ FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
 
 
+SERVED_CHECKPOINT = "the served checkpoint"
+"""Label of its files among the inputs of a study with servers."""
+
+
 class Study:
     """Arms to measure over a grid, opened and checked as far as this takes no weights in memory.
 
@@ -75,7 +79,7 @@ class Study:
         self.progress, self.processes = progress, processes
         if processes.index == 0:
             self.store = Store(out, self._identity())
-            self.store.hash_inputs(_inputs(self.arms, servers), progress)
+            self.store.hash_inputs(_inputs(self.arms, [one for one in servers if one.evaluation is None]), progress)
             if not self.store.is_finished:
                 require_sound(self.arms.values(), progress)
             if processes.count > 1:
@@ -190,5 +194,5 @@ def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dic
     if servers:
         place = servers[0].checkpoint
         of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
-        inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
+        inputs[SERVED_CHECKPOINT] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
     return inputs

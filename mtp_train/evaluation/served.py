@@ -7,13 +7,14 @@ together, so that they need one request at a time.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -25,15 +26,17 @@ from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, respo
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response, read_api_key
 from mtp_train.answers.generate import noise_seed
 from mtp_train.answers.served import Judge, fit_of, spread
-from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.files import is_gguf, read_json
+from mtp_train.checkpoints.identity import hash_file
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting
-from mtp_train.evaluation.results import ALL_TASKS, Cell
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Cell, load_report
 from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
+from mtp_train.evaluation.store import STUDY_FILE, Store
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 
@@ -65,10 +68,18 @@ class Server:
             if not 0 < number < math.inf:
                 raise DataError(f"--{flag}: {number:g}; expected a number above 0. Correct it.")
 
+    @property
+    def evaluation(self) -> Path | None:
+        """The directory of a finished evaluation of the server, in place of an address; None for an address."""
+        return None if self.name == SERVED or "://" in self.url else Path(self.url)
+
     def identity(self) -> dict[str, Any]:
         """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""
         # The timeout changes no figure: an evaluation may be resumed with another one.
-        return {name: value for name, value in asdict(self).items() if name != "request_timeout_seconds"}
+        found = {name: value for name, value in asdict(self).items() if name != "request_timeout_seconds"}
+        if self.evaluation is not None:
+            found["report"] = hash_file(self.evaluation / REPORT_FILE).sha256
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +108,7 @@ class ServedRecord(PromptRecord):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Asked(NamedTuple):
     """The answers at one temperature."""
 
     records: Sequence[ServedRecord]
@@ -117,8 +127,10 @@ class _Asked:
 def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     """Send the grid's unchanged prompts to the server at each of the grid's temperatures, and return the measurements.
 
+    Those of a finished evaluation are read.
+
     Raises:
-        MtpError: The server or the checkpoint's tokenizer cannot be used.
+        MtpError: The server or the checkpoint's tokenizer cannot be used, or the evaluation had other prompts.
     """
     if is_gguf(server.checkpoint):
         from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
@@ -130,10 +142,44 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
         eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
+    if server.evaluation is not None:
+        return read_served(server, server.evaluation, grid, prompts)
     with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
         # Servers of one trunk name its files differently.
-        trunk = endpoint.model if server.name == SERVED else server.checkpoint
-        return measure_endpoint(endpoint, prompts, grid, progress, arm=server.name, trunk=trunk)
+        return measure_endpoint(
+            endpoint,
+            prompts,
+            grid,
+            progress,
+            arm=server.name,
+            trunk=endpoint.model if server.name == SERVED else server.checkpoint,
+        )
+
+
+def read_served(server: Server, place: Path, grid: EvaluationGrid, prompts: Sequence[Prompt]) -> Served:
+    """Return the measurements in the directory of an evaluation of a server.
+
+    Raises:
+        DataError: They were made with other prompts or settings, or the directory has no records of single prompts.
+    """
+    report, study = load_report(place / REPORT_FILE), read_json(place / STUDY_FILE)
+    document, store = dict(report.endpoint or {}), Store(place, study)
+    cells = [replace(one, arm=server.name, trunk=server.checkpoint) for one in report.cells if one.arm == SERVED]
+    decoded = {
+        one.setting: [*store.read(SERVED, one.setting, ServedRecord).values()] for one in cells if one.task == ALL_TASKS
+    }
+    here = {**json.loads(json.dumps(asdict(grid))), "concurrency": server.concurrency}
+    odd = [name for name, value in here.items() if {**study["grid"], **document}.get(name) != value]
+    asked, records = {one.id: one.prompt_ids for one in prompts}, [one for some in decoded.values() for one in some]
+    if not records or any(asked.get(one.prompt_id) != one.prompt_ids for one in records):
+        odd.append("prompts")
+    if odd:
+        raise DataError(
+            f"arm {server.name}: {place} differs in {', '.join(odd)}; expected the prompts and settings of this "
+            "command, and a record of each prompt. Give the evaluations and this command the same options."
+        )
+    head = document["url"] if document["drafts"] else None
+    return Served(arm=MeasuredArm(server.name, server.checkpoint, head, decoded), cells=tuple(cells), document=document)
 
 
 def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int) -> Endpoint:
@@ -163,6 +209,8 @@ def served_checkpoint(server: Server) -> str:
     Raises:
         DataError: It names none, or they are elsewhere.
     """
+    if server.evaluation is not None:
+        return str(read_json(server.evaluation / STUDY_FILE)["server"][0]["checkpoint"])
     with contextlib.closing(connect(server, None, (), 0)) as endpoint:
         place = endpoint.checkpoint
     if place is None or not Path(place).exists():
@@ -200,8 +248,11 @@ def measure_endpoint(
     drafts = None if None in pooled else any(one.rounds for one in pooled if one is not None)
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
     measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
-    cells = tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured))
-    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts))
+    return Served(
+        arm=measured,
+        cells=tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured)),
+        document=_document(endpoint, asked, drafts),
+    )
 
 
 def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
@@ -216,8 +267,11 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
 
 
 def _request(prompt: Prompt, temperature: float, grid: EvaluationGrid) -> Request:
-    sampling = Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed))
-    return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=grid.max_new_tokens, sampling=sampling)
+    return Request(
+        prompt_ids=prompt.prompt_ids,
+        max_new_tokens=grid.max_new_tokens,
+        sampling=Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed)),
+    )
 
 
 def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:

@@ -98,8 +98,10 @@ class MeasuredArm:
 
     def against(self, other: MeasuredArm, setting: Setting) -> Pair:
         """Return the counts of this arm and of another one at a setting, on the prompts of both."""
-        timed = paired(self.counts(setting, timed=True), other.counts(setting, timed=True))
-        return Pair(*paired(self.counts(setting), other.counts(setting)), *timed)
+        return Pair(
+            *paired(self.counts(setting), other.counts(setting)),
+            *paired(self.counts(setting, timed=True), other.counts(setting, timed=True)),
+        )
 
 
 def paired(
@@ -199,8 +201,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     if setting.depth and arm.plain is not None:
         pair = arm.against(arm.plain, setting)
         if gain := measured_speedup(pair):
-            found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
-            found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+            found |= {
+                "speedup": gain.value,
+                "speedup_ci95": gain.interval(0.05),
+                "break_even_tau": break_even_tau(pair.timed_head, pair.timed_baseline),
+            }
     return found
 
 
@@ -287,8 +292,10 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
-        told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
-        verdict = replace(verdict, reason=told)
+        verdict = replace(
+            verdict,
+            reason=f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?",
+        )
     return verdict
 
 
@@ -315,7 +322,13 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
     """
     pairs = [(*pair, pair[0].trunk == pair[1].trunk) for pair in combinations(arms, 2)]
     pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in combinations(servers, 2)]
-    return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
+    found = [row for first, second, same in pairs for row in _compare(first, second, same)]
+    differs: dict[ArmComparison, bool] = {}
+    # Holm's correction, separately for all tasks together and for single tasks.
+    for of_all in (True, False):
+        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
+        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
+    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Iterator[ArmComparison]:
@@ -341,15 +354,6 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> Itera
                 delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
                 delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
             )
-
-
-def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
-    """Set ``differs`` by Holm's correction, separately for all tasks together and for single tasks."""
-    differs: dict[ArmComparison, bool] = {}
-    for of_all in (True, False):
-        family = [one for one in found if (one.task == ALL_TASKS) == of_all]
-        differs |= zip(family, holm([one.p_value for one in family], LEVEL / 2), strict=True)
-    return tuple(replace(one, differs=differs[one]) for one in found)
 
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -383,10 +387,14 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     place_of = {one.id: number_of[one.group] for one in both}
     pair_G4B = np.concatenate([_sums(rows, place_of, len(number_of)) for rows in (first, second)], axis=1)
     total_4B = pair_G4B.sum(axis=0)
-    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+    if not total_4B[0].any() or not total_4B[2].any():
         return None
-    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
-    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), count_G2)
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    if (coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum() < MIN_COMMON_SHARE:
+        return None
+    return judge_difference(
+        float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), pair_G4B[:, ::2].sum(axis=-1)
+    )
 
 
 def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArray:
@@ -400,14 +408,9 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
     # Other prompts, at -1, are in no bin.
     place = group_P[rows.prompt_N[valid_N]], rows.entropy_N[valid_N]
     bins = np.arange(groups + 1), (*FINE_EDGES, np.inf)
-    weights = None, rows.overlap_KN[0, valid_N]
-    return np.stack([np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in weights], axis=1)
-
-
-def _common_share(total_4B: FloatArray) -> float:
-    """Return the overlap of the arms' distributions over the bins of ``ENTROPY_EDGES``, 0 to 1."""
-    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
-    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
+    return np.stack(
+        [np.histogram2d(*place, bins, weights=weight_N)[0] for weight_N in (None, rows.overlap_KN[0, valid_N])], axis=1
+    )
 
 
 def _standardised(sums_X4B: FloatArray) -> FloatArray:
@@ -417,5 +420,4 @@ def _standardised(sums_X4B: FloatArray) -> FloatArray:
         share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
         weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
         mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
-        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
-    return difference_X
+        return (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)

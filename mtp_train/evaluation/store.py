@@ -76,10 +76,10 @@ class Store:
                 "writes to. Start again with another --out when the writer is done."
             )
 
-    def read(self, arm: str, setting: Setting) -> dict[str, PromptRecord]:
+    def read(self, arm: str, setting: Setting, kind: type[Any] = PromptRecord) -> dict[str, Any]:
         """Return the records of an arm and setting by prompt id, of all processes."""
         lines = ((path, line) for path in self._of(arm, setting).glob("*.jsonl") for line in whole_lines(path))
-        records = (read_record(PromptRecord, line, str(path)) for path, line in lines)
+        records = (read_record(kind, line, str(path)) for path, line in lines)
         return {one.prompt_id: one for one in records}
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord]) -> None:

@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
 from mtp_train.checkpoints.tokenizer import NO_VARIABLES, raw_tokens
@@ -26,12 +25,11 @@ from mtp_train.data.records import (
     PromptResponse,
     Record,
     content_group,
-    parse_messages,
     parse_text,
     with_variables,
 )
 from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
-from mtp_train.data.tokenize import Prompt, build_prompts, choose_prompts
+from mtp_train.data.tokenize import Prompt, build_prompts, choose_prompts, shared_start
 from mtp_train.errors import DataError
 from mtp_train.evaluation.results import ALL_TASKS
 
@@ -72,8 +70,9 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
             ) from None
 
     records: list[Record] = []
-    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
-    for number, row, (content, unread) in read_each(rows, name, read):
+    for number, row, (content, unread) in read_each(
+        load_rows(location, config=layout.hub_config, split=layout.split, name=name), name, read
+    ):
         where = f"{name}, record {number}"
         task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
         if task == ALL_TASKS:
@@ -83,8 +82,15 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
             )
         parse_text(task, "the task", where)
         group = row.get(GROUP_FIELD)
-        named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
-        records.append(Record(f"{stem}#{number}", named, content, unread, task))
+        records.append(
+            Record(
+                f"{stem}#{number}",
+                content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where),
+                content,
+                unread,
+                task,
+            )
+        )
     return records
 
 
@@ -129,8 +135,7 @@ def _speed_bench(row: Row, where: str) -> Row:
     return found
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     fields: str
     """The fields of a record, for error messages."""
     ours: Callable[[Row, str], Row]
@@ -240,10 +245,10 @@ def _records_of(name: str) -> list[Record]:
 
 
 def suite_location(name: str) -> str | None:
-    """Return the file or dataset that a suite is read from; None for a suite of the package."""
+    """Return the file or dataset that a suite is read from; None for the demo's, which are several."""
     kind, _, location = name.partition(":")
     if name in (BUILTIN, DEMO):
-        return None
+        return str(BUILTIN_FILE) if name == BUILTIN else None
     return location if kind in BENCHMARKS and location else name
 
 
@@ -261,14 +266,13 @@ def choose_records(
         DataError: The suite has no task of one of these names.
     """
     known = dict.fromkeys(one.task for one in suite)
-    for task in tasks or ():
+    chosen: list[Record] = []
+    for task in dict.fromkeys(known if tasks is None else tasks):
         if task not in known:
             raise DataError(
                 f"--tasks: the suite has no task {task!r}; expected some of {', '.join(known)}. "
                 "Correct the name, or leave tasks out for all."
             )
-    chosen: list[Record] = []
-    for task in known if tasks is None else dict.fromkeys(tasks):
         chosen += choose_prompts((one for one in suite if one.task == task), prompts_per_task, seed)
     return chosen
 
@@ -370,8 +374,7 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
     for probe in PROBES:
         changed = (*messages[:asked], {**messages[asked], "content": probe}, *messages[asked + 1 :])
         other_ids = _prompt_ids(replace(record, content=replace(record.content, messages=changed)), tokenizer)
-        pairs = enumerate(zip(prompt_ids, other_ids, strict=False))
-        place = min(place, next((index for index, (one, other) in pairs if one != other), len(prompt_ids)))
+        place = min(place, shared_start(prompt_ids, other_ids))
     if place == len(prompt_ids):
         raise DataError(
             f"{record.where}: the chat template does not render the last user message; expected its text, to put other "
@@ -382,13 +385,10 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
 
 def _builtin_records() -> list[Record]:
     records, numbers = [], Counter[str]()
-    for line in BUILTIN_FILE.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        numbers[row["task"]] += 1
+    for record in read_records(BUILTIN, str(BUILTIN_FILE), OWN, BUILTIN):
+        numbers[record.task] += 1
         # Numbered within the task, so that new prompts of one task do not change the choice in other tasks.
-        id = f"{BUILTIN}#{row['task']}-{numbers[row['task']]}"
-        content = parse_messages(row["messages"], id)
-        records.append(Record(id, content_group(content), content, task=row["task"]))
+        records.append(replace(record, id=f"{BUILTIN}#{record.task}-{numbers[record.task]}", unread=()))
     return records
 
 

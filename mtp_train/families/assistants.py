@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from mtp_train.families.drafts.llama import in_sglang, in_vllm
 from mtp_train.families.engines import EngineSupport, complete, engine_commands, no
 from mtp_train.families.spec import Declaration, Family, Keys, RawConfig, raw_text_config
+from mtp_train.upstream.transformers_private import replacing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +39,12 @@ class Assistant:
         return commands
 
 
-@contextmanager
-def building_assistant(text_config: PretrainedConfig) -> Iterator[None]:
+def building_assistant(text_config: PretrainedConfig) -> AbstractContextManager[None]:
     """Allow building a model whose layers all reuse the trunk's keys; transformers 5.23.0 refuses such assistants."""
-    config_class, name = type(text_config), "kv_sharing_modes"
-    stock = vars(config_class).get(name)
-    setattr(config_class, name, property(lambda config: ["reuse"] * config.num_hidden_layers))
-    try:
-        yield
-    finally:
-        if stock is None:
-            delattr(config_class, name)
-        else:
-            setattr(config_class, name, stock)
+    if not hasattr(type(text_config), "kv_sharing_modes"):
+        return nullcontext()
+    every_layer = property(lambda config: ["reuse"] * config.num_hidden_layers)
+    return replacing(type(text_config), kv_sharing_modes=every_layer)
 
 
 _GEMMA4_TRUNK = Family(

@@ -170,8 +170,8 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     words = {
         "path": shlex.quote(path),
         "python_path": repr(path),
-        "vllm_config": _json(draft_model),
-        **{f"vllm_{kind.name}": _json({"method": kind.name, **draft_model}) for kind in draft_kinds()},
+        "vllm_config": quoted_json(draft_model),
+        **{f"vllm_{kind.name}": quoted_json({"method": kind.name, **draft_model}) for kind in draft_kinds()},
         "depth": depth,
         "depth_plus_1": depth + 1,
     }
@@ -180,5 +180,6 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     }
 
 
-def _json(content: object) -> str:
+def quoted_json(content: object) -> str:
+    """Return compact JSON, quoted for a shell."""
     return shlex.quote(json.dumps(content, separators=(",", ":")))

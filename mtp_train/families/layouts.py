@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels, SharedKey
+from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 BESIDE_THE_TRUNK = "mtp.layers.{module}."
@@ -71,10 +71,11 @@ def after_the_trunk(names: Mapping[str, str] = {}, *, final_norm: str = "shared_
 
 
 EXPERTS_BESIDE_THE_TRUNK = beside_the_trunk(experts())
-REPEATED_AFTER_THE_TRUNK = (
-    SharedKey(native=f"{AFTER_THE_TRUNK}embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),
-    SharedKey(native=f"{AFTER_THE_TRUNK}shared_head.head.weight", trunk="lm_head.weight"),
-)
+LM_HEAD_AFTER_THE_TRUNK = {f"{AFTER_THE_TRUNK}shared_head.head.weight": "lm_head.weight"}
+REPEATED_AFTER_THE_TRUNK = {
+    f"{AFTER_THE_TRUNK}embed_tokens.weight": "{trunk}embed_tokens.weight",
+    **LM_HEAD_AFTER_THE_TRUNK,
+}
 """DeepSeek's releases repeat the embedding and the lm_head in the head's layer."""
 EXPERTS_AFTER_THE_TRUNK = after_the_trunk(experts(), shared=REPEATED_AFTER_THE_TRUNK)
 """The keys of DeepSeek's releases, and of those that follow them."""

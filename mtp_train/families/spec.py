@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import transformers
@@ -60,15 +59,6 @@ class KeyRule:
     def for_each_expert(self) -> bool:
         """Whether ours stacks one native tensor per expert; not applied to a checkpoint that stores experts fused."""
         return "{expert}" in self.native and "{expert}" not in self.ours
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedKey:
-    """A head key that repeats a trunk tensor: never trained, exported only if the head's checkpoint had it."""
-
-    native: str
-    trunk: str
-    """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
 _NORMS = {"rms_norm_eps": "RMSNorm", "layer_norm_epsilon": "RMSNorm", "layer_norm_eps": "LayerNorm"}
@@ -132,9 +122,6 @@ class HeadLayer:
         epsilon = next(name for name in _NORMS if fields.get(name) is not None)
         return self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
 
-    def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
-        return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkClass:
@@ -145,10 +132,6 @@ class TrunkClass:
     wrapper: str | None = None
     """Model type of the vision-language wrapper that the checkpoint is stored as. Only the language model of type
     ``model_type`` inside of it is loaded."""
-
-    def read_config(self, path: Path) -> PretrainedConfig:
-        """Read the checkpoint's config; for a wrapper, the language model's part of it."""
-        return CONFIG_MAPPING[self.wrapper or self.model_type].from_pretrained(path).get_text_config()
 
     def model_class(self) -> Any:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[self.model_type]]
@@ -223,7 +206,10 @@ class Keys:
     """Every key under one of these belongs to the head (placeholders as in :class:`KeyRule`)."""
     rules: tuple[KeyRule, ...]
     """The head's key map. A head key without a rule is an error."""
-    shared: tuple[SharedKey, ...] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Head keys that repeat a trunk tensor, to the trunk's key (``{trunk}`` allowed). They are never trained, and
+    exported only if the head's checkpoint had them. If a checkpoint lacks the trunk's key (tied weights), they repeat
+    the embedding."""
     num_sublayers: Callable[[RawConfig], int] = lambda config: 1
     """Raw text config to the number of numbered sublayers in one head module."""
     embed: str = "{trunk}embed_tokens.weight"

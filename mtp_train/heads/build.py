@@ -260,20 +260,15 @@ def _copied_layer(
         reverse=True,
     )
     for layer in last_first:
-        found = {key: _of_layer(checkpoint, layout, layer, key) for key in of_layer}
-        copies = {key: pending for key, pending in found.items() if pending is not None}
+        copies = {}
+        for key in of_layer:
+            theirs = layout.same_in_trunk(key, layer)
+            take = native.plain_tensor if theirs in checkpoint.tensors else native.plain_experts
+            if theirs is not None and (pending := take(checkpoint, theirs, key)) is not None:
+                copies[key] = pending
         if {key: pending.shape for key, pending in copies.items()} == of_layer:
             return copies
     raise CheckpointError(
         f"{checkpoint.path}: no layer of the trunk has the tensors of the head's layer; expected one to copy. "
         "Write head.init: random."
     )
-
-
-def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) -> PendingTensor | None:
-    """Return the trunk layer's tensor that corresponds to the head's ``key``, None where there is none."""
-    theirs = layout.same_in_trunk(key, layer)
-    if theirs is None:
-        return None
-    take = native.plain_tensor if theirs in checkpoint.tensors else native.plain_experts
-    return take(checkpoint, theirs, key)

@@ -11,9 +11,15 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_other_names, unnamed_weights
+from mtp_train.checkpoints.files import (
+    REJECTIONS,
+    TORCH_DTYPES,
+    Checkpoint,
+    head_under_other_names,
+    unnamed_weights,
+)
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
@@ -27,7 +33,7 @@ DSPARK_PREFIX = "mtp_dspark."
 _DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
 # Errors with a text of their own, and those that Python raises in code that did not expect such a config.
 _WORDED = (ValueError, OSError, StrictDataclassError)
-_REJECTIONS = (*_WORDED, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+_REJECTIONS = (*REJECTIONS, StrictDataclassError, AssertionError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,13 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
                     "Restore the original."
                 )
             layout = HeadLayout(family, prefix, num_layers or 0, family.keys.num_sublayers(checkpoint.text_config))
+            # The lm_head may be packed, or tied and not stored.
+            in_wrapper = f"language_model.{layout.lm_head_key.removesuffix('weight')}"
+            is_wrapped = any(key.startswith(in_wrapper) for key in checkpoint.tensors)
             return replace(
                 layout,
                 fused_experts=_has_fused_experts(checkpoint, layout),
-                lm_head_prefix=_lm_head_prefix(checkpoint, layout),
+                lm_head_prefix="language_model." if is_wrapped else "",
             )
     lone = _lone_head_key(checkpoint, family)
     if lone is not None:
@@ -173,12 +182,6 @@ def _lone_head_key(checkpoint: Checkpoint, family: Family) -> str | None:
         if any(one is not None and one.ours.endswith(".embed_norm.weight") for one in found):
             return key
     return None
-
-
-def _lm_head_prefix(checkpoint: Checkpoint, layout: HeadLayout) -> str:
-    """Return the prefix of the lm_head's keys, packed or plain; empty where the lm_head is tied."""
-    name = layout.lm_head_key.removesuffix("weight")
-    return "language_model." if any(key.startswith(f"language_model.{name}") for key in checkpoint.tensors) else ""
 
 
 def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
@@ -272,10 +275,12 @@ def trunk_config(path: Path, family: Family | None = None, *, trust_remote_code:
     if family is not None:
         family.require_transformers()
     with named_rejections(path):
-        if family is None or family.trunk.stand_in is None:
+        stand_in = None if family is None else family.trunk.stand_in
+        if stand_in is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         else:
-            config = family.trunk.stand_in.read_config(path)
+            # Of a wrapper's config, the language model's part.
+            config = CONFIG_MAPPING[stand_in.wrapper or stand_in.model_type].from_pretrained(path).get_text_config()
         for part in (config, config.get_text_config()):
             # A stored choice may need a package and a GPU. The default of the model's class computes the same function.
             set_attention(part, None)

@@ -186,7 +186,13 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
             f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a complete {draft.title}. Download or "
             "export it again."
         )
-    _require_same_size(draft, trunk)
+    of_trunk = text_config_of(trunk).to_dict()
+    for name in ("hidden_size", "vocab_size"):
+        if draft.config.get(name) != of_trunk[name]:
+            raise CheckpointError(
+                f"{draft.checkpoint.path}: {name} is {draft.config.get(name)}, in {trunk.path} it is {of_trunk[name]}; "
+                "expected a draft model of this trunk. Use the trunk that it was made for."
+            )
     _require_same_embedding(draft, trunk)
     problem = values_problem(draft)
     if problem is not None:
@@ -253,17 +259,6 @@ def _vocabulary_problem(draft: DraftModel) -> str | None:
         if odd:
             return f"{key} and {CHOSEN_KEY} choose other tokens ({min(odd)}, {len(odd)} in all); expected the same ones"
     return None
-
-
-def _require_same_size(draft: DraftModel, trunk: Checkpoint) -> None:
-    of_trunk = text_config_of(trunk).to_dict()
-    for name in ("hidden_size", "vocab_size"):
-        found, expected = draft.config.get(name), of_trunk[name]
-        if found != expected:
-            raise CheckpointError(
-                f"{draft.checkpoint.path}: {name} is {found}, in {trunk.path} it is {expected}; expected a draft "
-                "model of this trunk. Use the trunk that it was made for."
-            )
 
 
 def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:

@@ -18,17 +18,12 @@ from mtp_train.heads.module import MtpHead
 class LoraSettings(Protocol):
     """Settings of LoRA, as the recipe's ``head.lora`` has them."""
 
-    @property
-    def r(self) -> int:
-        """The rank; of stacked experts, the rank of each expert."""
-
-    @property
-    def alpha(self) -> int:
-        """The product of the low-rank matrices is scaled by ``alpha / r``."""
-
-    @property
-    def targets(self) -> tuple[str, ...] | None:
-        """Layers to adapt, by the last part of their names; None for all linear layers and experts."""
+    r: int
+    """The rank; of stacked experts, the rank of each expert."""
+    alpha: int
+    """The product of the low-rank matrices is scaled by ``alpha / r``."""
+    targets: tuple[str, ...] | None
+    """Layers to adapt, by the last part of their names; None for all linear layers and experts."""
 
 
 def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:

@@ -158,7 +158,8 @@ class MtpHead(nn.Module):
         kind = find_head_kind(family.kind)
         make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
-        self.rotary = self.classes.make_rotary(self.config)
+        rotary = self.classes.rotary
+        self.rotary = None if rotary is None else self.classes.cls(self.classes.prefix + rotary)(config=self.config)
         self.rotary_takes_layer_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )

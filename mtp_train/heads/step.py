@@ -5,8 +5,8 @@ Shapes: B rows, T tokens of this call, S keys (cached and new), D hidden, K dept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -173,7 +173,10 @@ class _Inputs(NamedTuple):
 def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
     """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
-    def run(rows: _Inputs) -> StepOutput:
+    def run(rows: _Inputs, keys_only: bool) -> StepOutput:
+        for layer in cache.layers:
+            if isinstance(layer, _UnrolledKeys):
+                layer.keys_only = keys_only
         mask_BTS = unroll_mask(prefix_BTT, rows.seen_depths, head.sliding_window(depth))
         if head.classes.masks_of_distances:
             mask_BTS = unroll_distances(mask_BTS, rows.seen_depths)
@@ -187,11 +190,10 @@ def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_
             cache=cache,
         )
 
-    with _keys_only(cache):
-        for rows in unread[:-1]:
-            with suppress(KeysWritten):
-                run(rows)
-    return run(unread[-1])
+    for rows in unread[:-1]:
+        with suppress(KeysWritten):
+            run(rows, keys_only=True)
+    return run(unread[-1], keys_only=False)
 
 
 def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Sequence[_Inputs]], StepOutput]:
@@ -220,7 +222,7 @@ class _UnrolledKeys(DynamicLayer):
     """Keys and values of all rows so far."""
 
     keys_only = False
-    """Whether to end a forward once its keys and values are stored."""
+    """Whether to end a forward once its keys and values are stored. Layers that store more have no such end."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
@@ -229,16 +231,3 @@ class _UnrolledKeys(DynamicLayer):
         if self.keys_only:
             raise KeysWritten
         return keys_and_values
-
-
-@contextmanager
-def _keys_only(cache: Cache) -> Iterator[None]:
-    """Make forwards end at their keys and values inside this context, where cache layers store nothing after them."""
-    layers = [layer for layer in cache.layers if isinstance(layer, _UnrolledKeys)]
-    for layer in layers:
-        layer.keys_only = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.keys_only = False

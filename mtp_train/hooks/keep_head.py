@@ -141,22 +141,28 @@ class _SaveWithHead:
         """Save as transformers does, then add the head. A failure to add it is logged and does not stop training."""
         directory = Path(save_directory)
         overwrites = is_main_process and directory.resolve() == self.base.path.resolve()
-        held = _values(self.base) if overwrites else None
-        trained = self.trained is not None
+        held = None
         if is_main_process and self.trained is not None:
             held = self.trained()
+        elif overwrites:
+            layout = layout_of(self.base)
+            held = [pending.load().clone() for pending in native_head_of(self.base, layout, layout).tensors]
         type(self.model).save_pretrained(self.model, save_directory, is_main_process, state_dict, **settings)
         # DeepSpeed first saves a file without tensors, which it removes again.
         is_empty = state_dict is not None and not state_dict
         if not is_main_process or is_empty or not _holds_model(directory):
             return
         try:
-            put_head(directory, self.base, held, trained=trained)
+            put_head(directory, self.base, held, trained=self.trained is not None)
             if overwrites:
                 self.base = open_checkpoint(directory)
         except (MtpError, OSError) as error:
-            cure = graft_command(str(directory), str(self.base.path))
-            logger.warning("%s: saved without its MTP head: %s To add it later: %s", directory, error, cure)
+            logger.warning(
+                "%s: saved without its MTP head: %s To add it later: %s",
+                directory,
+                error,
+                graft_command(str(directory), str(self.base.path)),
+            )
 
 
 def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, trained: bool) -> None:
@@ -170,11 +176,6 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, 
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
         head = replace(head, tensors=tuple(tensors), trained=trained or head.trained)
     add_in_place(saved, plan.layout, head)
-
-
-def _values(base: Checkpoint) -> list[Tensor]:
-    layout = layout_of(base)
-    return [pending.load().clone() for pending in native_head_of(base, layout, layout).tensors]
 
 
 def _holds_model(directory: Path) -> bool:
@@ -210,9 +211,8 @@ def _open_base(model: PreTrainedModel, named: str | Path | None) -> Checkpoint:
     config = model.config.to_dict()
     family = family_for(config, where="KeepHead: the model")
     ours, theirs = raw_text_config(config), base.text_config
-    facts: list[tuple[str, Any, Any]] = [("family", base.family.title, family.title)]
-    facts += [(field, theirs[field], ours.get(field)) for field in SAME_SHAPE_FIELDS if field in theirs]
-    for name, of_base, of_model in facts:
+    shape = [(field, theirs[field], ours.get(field)) for field in SAME_SHAPE_FIELDS if field in theirs]
+    for name, of_base, of_model in (("family", base.family.title, family.title), *shape):
         if of_base != of_model:
             raise CheckpointError(
                 f"{base.path}: {name} {of_base}, but the model has {of_model}; expected the base that the model is "

@@ -113,8 +113,7 @@ class HeadBeside(TrainerCallback):
             num_depths = min(num_depths, len(self.head.blocks))
         self.head.freeze_unused(num_depths)
         # Keep peft's wrapper: the trunk detects an adapter by it.
-        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
-        self.trunk = Trunk(unwrapped, base.family, is_view=True)
+        self.trunk = Trunk(extract_model_from_parallel(model, keep_torch_compile=False), base.family, is_view=True)
         self.weight_K = torch.tensor(depth_weights(num_depths, depth_decay), device=self.model.device)
         self.named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(self.named.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -175,11 +174,7 @@ class HeadBeside(TrainerCallback):
         self._arguments = named
 
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        # A head with dropout would use up random numbers of the model's own dropout.
-        with unchanged_random_state(self.model.device):
-            self._add_gradient(decoder, inputs, named, output)
-
-    def _add_gradient(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Add the gradient of the head's loss on the decoder's output to the gradients of the head's parameters."""
         hidden_BTD = self.trunk.last_state(output).detach()
         outer, self._arguments = self._arguments, {}
         tokens_BT = inputs[0] if inputs else named.get("input_ids")
@@ -193,8 +188,9 @@ class HeadBeside(TrainerCallback):
         # The trainer uses no autocast for a model in bf16, but the head is in fp32 and needs it.
         dtype = hidden_BTD.dtype
         autocast = None if dtype == torch.float32 else dtype
-        depths = len(self.weight_K)
-        rows = aligned_rows(self.trunk, self.head, batch, hidden_BTD, depths, autocast=autocast)
+        # A head with dropout would use up random numbers of the model's own dropout.
+        with unchanged_random_state(self.model.device):
+            rows = aligned_rows(self.trunk, self.head, batch, hidden_BTD, len(self.weight_K), autocast=autocast)
         count_K = rows.valid_KN.sum(dim=1)
         scale_K = self.weight_K / count_K.clamp(min=1)
         terms = frozen_head_loss(
@@ -221,11 +217,10 @@ class HeadBeside(TrainerCallback):
         """Step the head's optimiser together with the model's, after all micro-batches."""
         if not self._told and not self._targets:
             self._told = True
-            found = "labels of -100 alone" if self._micro_batches else "no input_ids, or images"
             logger.warning(
                 "Step %d: no batch had a target for the head: %s. The head is not trained by such batches.",
                 state.global_step + 1,
-                found,
+                "labels of -100 alone" if self._micro_batches else "no input_ids, or images",
             )
         self._targets.zero_()
         parameters = list(self.named.values())
@@ -260,8 +255,10 @@ class HeadBeside(TrainerCallback):
             return
         sums_K, count_K = self.window
         mean_K = sums_K / count_K.clamp(min=1)
-        found = {"mtp_loss": float(mean_K @ self.weight_K)}
-        found |= {f"mtp_loss_{depth + 1}": float(mean) for depth, mean in enumerate(mean_K)}
+        found = {
+            "mtp_loss": float(mean_K @ self.weight_K),
+            **{f"mtp_loss_{depth}": float(mean) for depth, mean in enumerate(mean_K, start=1)},
+        }
         logs.update(found)
         state.log_history[-1].update(found)
         self.window.zero_()
@@ -277,9 +274,10 @@ class HeadBeside(TrainerCallback):
         if is_adapter(directory):
             shutil.rmtree(directory / HEAD_DIRECTORY, ignore_errors=True)
             trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
-            notes = {"trained": "beside the model"}
-            head = Artifact(**vars(trained), num_depths=len(self.weight_K), notes=notes)
-            save_artifact(head, directory / HEAD_DIRECTORY)
+            save_artifact(
+                Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"}),
+                directory / HEAD_DIRECTORY,
+            )
 
     def state(self) -> dict[str, Tensor]:
         found = {f"weight.{name}": value.detach() for name, value in self.named.items()}

@@ -83,8 +83,9 @@ def align_to_targets(starts: Sequence[Tensor]) -> Tensor:
         Shape (K, B, T, ...); the first k rows of depth k are 0, as no start precedes them by k.
     """
     others = [0, 0] * (starts[0].ndim - 2)
-    moved = (pad(rows, [*others, depth, 0])[:, : rows.shape[1]] for depth, rows in enumerate(starts, start=1))
-    return torch.stack(list(moved))
+    return torch.stack(
+        [pad(rows, [*others, depth, 0])[:, : rows.shape[1]] for depth, rows in enumerate(starts, start=1)]
+    )
 
 
 def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,12 +103,11 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
         The loss of each row, 0 where its weight is 0, and the derivative of ``sum(row_weight * loss)`` with respect to
         each row's ``tv``. Both of shape (K, N).
     """
-    num_depths = len(tv_KN)
     weight_KS, tv_KS = (to_starts(one) for one in (row_weight_KN, tv_KN))
     kept_KS = torch.where(weight_KS != 0, 1 - tv_KS, 1.0)
     loss_KS = torch.where(weight_KS != 0, 1 - kept_KS.cumprod(dim=0), 0.0)
     slope_KS = torch.zeros_like(kept_KS)
-    for depth in range(num_depths):
+    for depth in range(len(tv_KN)):
         others_KS = kept_KS.clone()
         others_KS[depth] = 1.0
         slope_KS[depth] = (weight_KS * others_KS.cumprod(dim=0))[depth:].sum(dim=0)
@@ -243,5 +243,4 @@ def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tenso
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
-    total = (row_weight_KN * loss_KN).sum()
-    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)
+    return LossTerms(_KnownGradient.apply(student_KND, (row_weight_KN * loss_KN).sum(), gradient_KND), sum_K, count_K)

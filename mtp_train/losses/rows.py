@@ -88,8 +88,7 @@ def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperatur
 
 
 def total_variation(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
-    q_CV = _exponentials(log_probabilities(logits_CV, temperature))
-    return _total_variation(q_CV, teacher.p_CV, temperature)
+    return _total_variation(_exponentials(log_probabilities(logits_CV, temperature)), teacher.p_CV, temperature)
 
 
 def lk(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:

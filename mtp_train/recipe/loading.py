@@ -90,8 +90,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
-        found = " ".join(part for part in (error.context, error.problem) if part)
-        raise _unparsable(place, found) from error
+        raise _unparsable(place, " ".join(part for part in (error.context, error.problem) if part)) from error
     # A control character, a number of thousands of digits, an escape beyond Unicode, brackets nested without end.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, LookupError) as error:
         raise _unparsable(where, one_line(error)) from error

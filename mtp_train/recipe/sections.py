@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -105,8 +106,10 @@ def _auto_or(value: object, as_value: Callable[[object], object]) -> object:
     return value if value == AUTO else as_value(value)
 
 
-def _auto_or_listed(value: object, as_tuple: Callable[[object], object]) -> object:
-    return value if value == AUTO else as_tuple(tuple(value) if isinstance(value, list) else (value,))
+def _listed(value: object) -> object:
+    if value == AUTO:
+        return value
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _or_auto(node: dict[str, Any]) -> None:
@@ -131,15 +134,10 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
-OneOrMore = Annotated[
-    NonEmpty[T],
-    WrapValidator(_auto_or_listed),
-    PlainSerializer(lambda value: value),
-    Field(json_schema_extra=_one_or_more),
-]
-"""A list, one item in place of a list, or ``auto``."""
 OrAuto = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value), Field(json_schema_extra=_or_auto)]
 """A value, or ``auto`` in a recipe that is not resolved yet: a recipe in use has values alone."""
+OneOrMore = Annotated[OrAuto[NonEmpty[T]], BeforeValidator(_listed), Field(json_schema_extra=_one_or_more)]
+"""A list, one item in place of a list, or ``auto``."""
 
 Objective = Annotated[str, _OneOf(loss_names)]
 InitKind = Literal["native", "graft", "copy_last_layer", "random"]

@@ -14,9 +14,8 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
@@ -40,8 +39,7 @@ MAX_LABEL_CHARS = 26
 INTERVALS = "with 95 % intervals over groups of prompts"
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """Colour and marker of an arm, the same in every figure."""
 
     colour: str
@@ -65,8 +63,7 @@ Point = tuple[float, float, Interval | None]
 """x, y and the interval of y."""
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A line of a figure, or a row, which has a single point."""
 
     name: str
@@ -82,12 +79,15 @@ class Series:
     @property
     def marker(self) -> dict[str, Any]:
         """The style of its marker; hollow with a note."""
-        face = "white" if self.note else self.look.colour
-        return {"color": self.look.colour, "marker": self.look.marker, "markerfacecolor": face, "markeredgewidth": 1.6}
+        return {
+            "color": self.look.colour,
+            "marker": self.look.marker,
+            "markerfacecolor": "white" if self.note else self.look.colour,
+            "markeredgewidth": 1.6,
+        }
 
 
-@dataclass(frozen=True)
-class FigureFile:
+class FigureFile(NamedTuple):
     """A rendered figure: the stem of its file name, a caption and the PNG bytes."""
 
     stem: str
@@ -106,11 +106,10 @@ ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     figures = list[FigureFile]()
-    rows = (
+    for name, what, x_start in (
         ("tau", "Tokens committed per round (tau)", 0.9),
         ("speedup", "Tokens per second over those of the same trunk without drafts", 0.0),
-    )
-    for name, what, x_start in rows:
+    ):
         if series := _arm_series(report, name):
             caption = f"{what}, {INTERVALS}. 1 is plain decoding."
             figures.append(FigureFile(name, caption, _rows(series, LABELS[name], x_start)))
@@ -164,9 +163,11 @@ def _setting_series(report: Report, settings: Sequence[Setting], figure: str) ->
     """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
     series = []
     for arm, look in assign_looks(report.drafting).items():
-        cells = [(x, report.at(setting).get(arm)) for x, setting in enumerate(settings)]
         points = [
-            (float(x), y, known) for x, cell in cells if cell is not None for _, y, known in _points(cell, figure)
+            (float(x), y, known)
+            for x, cells in enumerate(map(report.at, settings))
+            if arm in cells
+            for _, y, known in _points(cells[arm], figure)
         ]
         if points:
             series.append(Series(arm, look, points))
@@ -199,8 +200,11 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
     looks = assign_looks(list(names))
     lines = []
     for key, name in names.items():
-        found = [(float(line["step"]), line.get(key)) for line in metrics]
-        points = [(step, float(y), None) for step, y in found if isinstance(y, int | float) and math.isfinite(y)]
+        points = [
+            (float(line["step"]), float(line[key]), None)
+            for line in metrics
+            if isinstance(line.get(key), int | float) and math.isfinite(line[key])
+        ]
         if len(points) > 1:
             lines.append(Series(name, looks[key], points))
     return lines
@@ -297,8 +301,9 @@ def _lines(
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     if len(series) > 1:
         # Below the plot, one arm per line: long names fit, and the legend covers no curve.
-        labels = [one.label(" ") for one in series]
-        texts = figure.legend(drawn, labels, loc="outside lower left", frameon=False, fontsize=11).get_texts()
+        texts = figure.legend(
+            drawn, [one.label(" ") for one in series], loc="outside lower left", frameon=False, fontsize=11
+        ).get_texts()
         for text in texts:
             text.set_parse_math(False)
     if ticks:

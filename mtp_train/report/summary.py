@@ -19,8 +19,9 @@ def summary(report: Report) -> RenderableType:
     """Return verdict, arms, power of the gate, tasks, differences and what to serve as one rich renderable."""
     verdict = wording.headline(report)
     # `Text`, since rich would parse square brackets of a path as markup. Inside the panel, since rich truncates titles.
-    told = Text.assemble((verdict.statement, "bold"), "\n", verdict.evidence)
-    parts: list[RenderableType] = [Panel(told, border_style=TONES[verdict.tone])]
+    parts: list[RenderableType] = [
+        Panel(Text.assemble((verdict.statement, "bold"), "\n", verdict.evidence), border_style=TONES[verdict.tone])
+    ]
     if not report.arms:
         return parts[0]
     findings = [Text.assemble((one.statement, TONES[one.tone]), f"\n  {one.evidence}") for one in report.findings[1:]]
@@ -37,8 +38,8 @@ def summary(report: Report) -> RenderableType:
         parts += [_title("Tau by task"), *tasks]
     if report.comparisons:
         differences = (
-            f"{wording.pair_words(row)}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} groups: "
-            f"{wording.difference_words(row)}"
+            f"{row.first} - {row.second}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} "
+            f"groups: {wording.difference_words(row)}"
             for row in report.compared
         )
         parts.append(_title(f"Differences: {wording.count_real(report)} are real, over the whole grid"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
@@ -19,13 +18,11 @@ from mtp_train.report.wording import (
     format_seconds,
     format_shares,
     format_tau,
-    pair_words,
     signed,
 )
 
 
-@dataclass(frozen=True)
-class TextTable:
+class TextTable(NamedTuple):
     """A table of text; its first column is for the names of the rows, and further lines in it for details."""
 
     columns: tuple[str, ...]
@@ -90,8 +87,9 @@ def arms_table(groups: Mapping[str, Arms], columns: Sequence[str] = tuple(_ARM_C
         head = f"\nhead: {arm.head}" if arm.head else ""
         return (f"{name}\n{arm.trunk}{head}", *(_ARM_COLUMNS[column](arm) for column in columns))
 
-    rows = {title: [row(*named) for named in arms.items()] for title, arms in groups.items()}
-    return make_table(("arm", *columns), rows, "arms")
+    return make_table(
+        ("arm", *columns), {title: [row(*named) for named in arms.items()] for title, arms in groups.items()}, "arms"
+    )
 
 
 def axis_tables(report: Report) -> dict[str, TextTable | None]:
@@ -121,8 +119,9 @@ def _point_table(
     alone = len(report.drafting) == 1
     for label, cells in points:
         for arm, cell in cells.items():
-            row = (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
-            groups.setdefault("" if alone else label, []).append(row)
+            groups.setdefault("" if alone else label, []).append(
+                (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
+            )
     return make_table((name if alone else "arm", *columns), groups)
 
 
@@ -144,24 +143,21 @@ def difference_table(report: Report) -> TextTable | None:
     """Return the comparisons over all tasks together, at the headline setting; None without comparisons."""
     rows = [
         (
-            pair_words(row),
+            f"{row.first} - {row.second}",
             signed(row.delta_tau, row.delta_tau_ci95),
             str(row.groups),
-            _p_value(row.p_value),
+            "<0.001" if row.p_value is not None and row.p_value < 0.001 else format_number(row.p_value, 3),
             "yes" if row.differs else "no",
             signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
             difference_words(row),
         )
         for row in report.compared
     ]
-    columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
-    return make_table(columns, {"": rows}, "prose")
-
-
-def _p_value(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value >= 0.001 else "<0.001"
+    return make_table(
+        ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words"),
+        {"": rows},
+        "prose",
+    )
 
 
 def gate_table(gate: GateVerdict | None) -> TextTable | None:

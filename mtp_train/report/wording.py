@@ -73,15 +73,18 @@ def headline(report: Report) -> Finding:
 
 def ranked_arms(report: Report) -> list[Cell]:
     """Return the cells of drafting arms with a tau at the headline setting, the highest tau first."""
-    known = [cell for cell in report.at(report.headline).values() if cell.tau is not None]
-    return sorted(known, key=lambda cell: cell.tau or 0.0, reverse=True)
+    return sorted(
+        (cell for cell in report.at(report.headline).values() if cell.tau is not None),
+        key=lambda cell: cell.tau or 0.0,
+        reverse=True,
+    )
 
 
 def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
     retrained = report.arms.get(RETRAINED)
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
     if gate.outcome == "undecided":
-        unwritten = ": nothing is exported" if report.title is None else ""
+        unwritten = ": nothing is exported" if report.title is report.endpoint is None else ""
         return Finding("neutral", f"Undecided whether drafts pay{unwritten}", detail)
     if gate.outcome == "refused":
         shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
@@ -104,9 +107,10 @@ def _one_arm(cell: Cell) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
         return Finding("neutral", f"{cell.arm} commits {cell.tau:.2f} tokens a round", f"{detail}.")
-    title = f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
-    return Finding(*payment(cell, title), f"{detail}{needed}.")
+    return Finding(
+        *payment(cell, f"{cell.arm} drafts at {cell.speedup:.2f}x the speed without drafts"), f"{detail}{needed}."
+    )
 
 
 def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
@@ -116,13 +120,16 @@ def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
     others = ", ".join(f"{one.arm} {one.tau:.2f}" for one in rest)
     equals = [one.arm for one in rest if one.arm not in against or not against[one.arm].differs]
     if equals:
-        title = f"No arm is shown to be ahead; {best.arm} has the highest tau"
         return Finding(
-            "neutral", title, f"Tau {best.tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
+            "neutral",
+            f"No arm is shown to be ahead; {best.arm} has the highest tau",
+            f"Tau {best.tau:.2f} against {others}. No real difference from {' and '.join(equals)}.",
         )
     second = rest[0].arm
-    detail = f"Against {others}; each difference is real. From {second}: {difference_words(against[second])}."
-    return Finding(*payment(best, f"{best.arm} has the highest tau: {best.tau:.2f}"), detail)
+    return Finding(
+        *payment(best, f"{best.arm} has the highest tau: {best.tau:.2f}"),
+        f"Against {others}; each difference is real. From {second}: {difference_words(against[second])}.",
+    )
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
@@ -143,7 +150,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     ranked = ranked_arms(report)
     if report.faults or not ranked:
         return []
-    retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
+    retrained = report.arms.get(RETRAINED)
     if report.gate is not None and retrained is not None:
         shown: Arms = {name: report.arms[name] for name in (report.gate.baseline, RETRAINED) if name in report.arms}
         name, arm = RETRAINED, retrained
@@ -151,9 +158,11 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         shown = {ranked[0].arm: ranked[0]}
         fastest = max(ranked, key=lambda cell: cell.speedup or 0.0)
         name, arm = fastest.arm, fastest
-    for its_name, one in shown.items():
-        if one.tau is not None:
-            found.append((f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}"))
+    found = [
+        (f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}")
+        for its_name, one in shown.items()
+        if one.tau is not None
+    ]
     if arm.speedup is not None:
         bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
         found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds}"))
@@ -217,10 +226,6 @@ def setting_words(setting: Setting) -> str:
 
 def depth_words(depth: int) -> str:
     return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
-
-
-def pair_words(row: ArmComparison) -> str:
-    return f"{row.first} - {row.second}"
 
 
 def difference_words(row: ArmComparison) -> str:
@@ -291,8 +296,10 @@ def apart_sentence(groups: Mapping[str, Arms], settings: Mapping[str, Any]) -> s
     entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups[APART].items() if arm.target_entropy]
     own = [arm.target_entropy for arm in groups[ALIKE].values() if arm.target_entropy]
     if entropies and own:
-        text += ": text of low entropy is easier to draft. Target entropy in nats per token: "
-        text += f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+        text += (
+            ": text of low entropy is easier to draft. Target entropy in nats per token: "
+            f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+        )
     vanilla = groups[APART].get(VANILLA)
     if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."

@@ -9,9 +9,9 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -43,8 +43,7 @@ _GATE_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A heading and its content, shown in the order of the fields."""
 
     title: str
@@ -56,10 +55,6 @@ class Section:
     samples: Sequence[SampleText] = ()
     rows: Sequence[tuple[str, str]] = ()
     """Names and values."""
-
-    @property
-    def anchor(self) -> str:
-        return self.title.lower().replace(" ", "-").strip("?")
 
     @property
     def is_empty(self) -> bool:
@@ -170,8 +165,11 @@ def csv_tables(report: Report) -> dict[str, str]:
 
     Arms that were recorded elsewhere are rows without a setting. A run has no comparisons.
     """
-    none = dict.fromkeys(CELL_COLUMNS)
-    recorded = [{**none, "arm": name, **asdict(arm)} for name, arm in report.arms.items() if not arm.measured_here]
+    recorded = [
+        {**dict.fromkeys(CELL_COLUMNS), "arm": name, **asdict(arm)}
+        for name, arm in report.arms.items()
+        if not arm.measured_here
+    ]
     tables = {"acceptance": csv_table(CELL_COLUMNS, [*map(asdict, report.cells), *recorded])}
     if report.title is not None:
         tables["comparisons"] = csv_table(COMPARISON_COLUMNS, [asdict(row) for row in report.comparisons])
@@ -186,25 +184,24 @@ def csv_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(columns or names), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({column: _plain_text(value) for pairs in row for column, value in pairs} for row in rows)
+    writer.writerows({column: value for pairs in row for column, value in pairs} for row in rows)
     return buffer.getvalue()
-
-
-def _plain_text(value: Any) -> Any:
-    """Return a cell so that a spreadsheet shows its text, and does not run it as a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the columns of a field, and the scalar in each."""
     if name == "marginal_ci95":
-        intervals = enumerate(value or (), start=1)
-        return [pair for k, interval in intervals for pair in _columns(f"marginal_{k}_ci95", interval)]
+        return [
+            pair for k, interval in enumerate(value or (), start=1) for pair in _columns(f"marginal_{k}_ci95", interval)
+        ]
     if name.endswith("_ci95"):
         low, high = value or (None, None)
         return [(f"{name}_low", low), (f"{name}_high", high)]
     if name in PER_POSITION:
         return [(f"{name}_{k}", share) for k, share in enumerate(value or (), start=1)]
+    # A spreadsheet would run such a text as a formula.
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return [(name, f"'{value}")]
     return [(name, value)]
 
 
@@ -215,10 +212,15 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     ``config`` is shown with it.
     """
     with tracking.opened(out, config or report.settings) as trackers:
-        numbers = report_numbers(report)
         for name, tracker in trackers.items():
+            numbers: dict[str, Any] = {**report_numbers(report)}
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
-            tracker.log(numbers | _wandb_page(out) if name == "wandb" else numbers)
+            page = out / PAGE_FILE
+            if name == "wandb" and page.is_file():
+                import wandb
+
+                numbers |= {"report": wandb.Html(page.read_text(encoding="utf-8"))}
+            tracker.log(numbers)
 
 
 def report_numbers(report: Report) -> dict[str, float]:
@@ -238,10 +240,3 @@ def report_numbers(report: Report) -> dict[str, float]:
         low, high = report.gate.delta_tau_ci95 or (None, None)
         found |= {"gate/passed": float(report.gate.passed), "gate/delta_tau_low": low, "gate/delta_tau_high": high}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _wandb_page(out: Path) -> dict[str, Any]:
-    import wandb
-
-    page = out / PAGE_FILE
-    return {"report": wandb.Html(page.read_text(encoding="utf-8"))} if page.is_file() else {}

@@ -69,6 +69,8 @@ SERVERS = (
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
+STATES = "train.states.endpoint=http://localhost:8000/v1"
+"""Leave the layers to a server too."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +219,12 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     for bits in ("8bit", "4bit"):
         yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
+    servers = [*(SERVERS if recipe.data.regenerate is not None else SERVERS[-1:]), *whole]
     if recipe.decodes and recipe.data.regenerate is not None:
-        servers = [*SERVERS, *whole]
         counts = itertools.product([world_size, *doubled], same)
         yield [([*servers, *change], count) for count, change in counts]
+    if recipe.model.adapter is recipe.model.quantization is recipe.train.states is None:
+        yield [([*servers, STATES, *change], world_size) for change in same]
 
 
 @dataclass(frozen=True)
@@ -469,10 +473,6 @@ def _checked(
     kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
-    served = None
-    if recipe.train.states is not None:
-        layers = served_layers(text_config, head_family.wiring.trunk_layers(text_config))
-        served = serving_command(recipe, path, raw, layers)
     return CheckResult(
         recipe=recipe,
         precision_reason=reason,
@@ -483,12 +483,17 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
-        states_command=served,
+        states_command=None if recipe.train.states is None else _states_command(recipe, model),
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
     )
+
+
+def _states_command(recipe: Recipe, model: HeadOnTrunk) -> str:
+    layers = served_layers(model.text_config, model.family.wiring.trunk_layers(model.text_config))
+    return serving_command(recipe, model.path, model.config, layers)
 
 
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:

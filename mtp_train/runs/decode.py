@@ -29,10 +29,12 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.served import Server, served_checkpoint
-from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
+from mtp_train.evaluation.store import STUDY_FILE
+from mtp_train.evaluation.suites import suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import Shown, as_text, quiet_progress
+from mtp_train.runs.pipeline import record_verdict
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -129,8 +131,9 @@ def generate(
         "chat_template_kwargs": dict(chat_template_kwargs or {}),
         "draft_sampling": draft_sampling,
     }
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    return _decode(asked, texts, given, on_text, progress or quiet_progress())
+    return _decode(
+        asked, [prompts] if isinstance(prompts, str) else prompts, given, on_text, progress or quiet_progress()
+    )
 
 
 def _decode(
@@ -258,7 +261,7 @@ def evaluate(
     subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
-        _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
+        _refuse_server_flags({"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only})
     else:
         servers = [
             Server(
@@ -281,6 +284,7 @@ def compare(
     tokenizer: str | Path | None = None,
     api_key_env: str | None = None,
     concurrency: int = 1,
+    judges: str | Path | None = None,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -289,14 +293,17 @@ def compare(
     Args:
         arms: For each arm ``[NAME=]TRUNK[+HEAD]`` or ``[NAME=]RUN``: a checkpoint with its own head, a trunk and what
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
-            Or ``NAME=http://host:port`` for every arm: servers of one trunk, which have to run at the same time. Of
-            two, the gate's rule judges the second against the first (``report.gate``).
+            Or ``NAME=http://host:port`` for every arm: servers of one trunk that run at the same time, or in place of
+            an address the directory of a finished evaluation of a server, with the same settings. Of two, the gate's
+            rule judges the second against the first (``report.gate``).
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
             they are on this machine.
         api_key_env: Environment variable with the key of the servers.
         concurrency: Requests to each server at a time.
+        judges: A run without a gate whose baseline and export two evaluations measured, in this order. The verdict is
+            recorded in its outcome, its report and the card of its export.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -308,22 +315,27 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    place = None if tokenizer is None else str(tokenizer)
-    servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
+    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer), api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
-    return _measure(specs, specs, grid, Path(out), progress, wandb, servers)
+    subjects = specs if judges is None else [subject_arm(str(judges), None, None)]
+    found = _measure(specs, subjects, grid, Path(out), progress, wandb, servers)
+    if judges is None:
+        return found
+    evaluation = servers[-1].evaluation if servers else None
+    return replace(found, report=record_verdict(Path(judges), found.report, Path(out), evaluation))
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
     """Return the servers that arms name; none where the arms are checkpoints."""
     is_default = (tokenizer, api_key_env, concurrency) == (None, None, 1)
-    if is_default and not any("://" in arm for arm in arms):
+    urls = dict(arm.split("=", 1) for arm in arms if _is_served(arm.partition("=")[2]))
+    if is_default and not urls and not any("://" in arm for arm in arms):
         return []
-    urls = dict(arm.split("=", 1) for arm in arms if "://" in arm.partition("=")[2])
     if len(urls) != len(arms):
         raise DataError(
-            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
-            "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR."
+            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, or NAME=DIR of "
+            "a finished evaluation of one, under different names. To compare a checkpoint with its server, use "
+            "mtp-train evaluate CKPT --endpoint URL --out DIR."
         )
     servers = [
         Server(
@@ -340,6 +352,11 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
     return [replace(one, checkpoint=place) for one in servers]
 
 
+def _is_served(place: str) -> bool:
+    """Return whether an arm is a server: an address, or the directory of a finished evaluation."""
+    return "://" in place or all((Path(place) / name).is_file() for name in (STUDY_FILE, REPORT_FILE))
+
+
 def _measure(
     specs: Sequence[ArmSpec],
     subjects: Sequence[ArmSpec],
@@ -353,7 +370,7 @@ def _measure(
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
-    trunks = [one.trunk for one in subjects] or [one.checkpoint for one in servers]
+    trunks = [one.checkpoint for one in servers] or [one.trunk for one in subjects]
     grid = (grid or EvaluationGrid()).settled(specs, trunks)
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
@@ -361,13 +378,16 @@ def _measure(
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         study = Study(specs, grid, out, progress, servers=servers)
-        is_finished = study.store.is_finished
-        report = load_report(out / REPORT_FILE) if is_finished else study_report(study.measure(), grid, title)
+        found = None if study.store.is_finished else study.measure()
+        report = load_report(out / REPORT_FILE) if found is None else study_report(found, grid, title)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
-        if not is_finished:
+        if found is not None:
             # With servers alone, nothing has been stored so far.
             study.store.claim()
+            for served in found.served.values():
+                for setting, records in served.arm.decoded.items():
+                    study.store.add(served.arm.name, setting, records)
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
         log_report(report, out, tracking)
@@ -390,7 +410,7 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
         for run in _runs_of(spec)
         if (recipe := run.recipe) is not None
     }
-    first: Mapping[str, Any] = next(iter(given.values()), {})
+    first = next(iter(given.values()), {})
     if other := next((path for path, variables in given.items() if variables != first), None):
         raise DataError(
             f"{next(iter(given))} and {other}: other data.chat_template_kwargs; expected one form of the prompts for "
@@ -408,7 +428,7 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
         for label, contents in run.contents.items()
         if label.startswith("data.sources.")
     ]
-    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
+    place = suite_location(suite)
     files = local_files(place, suite) if place is not None and sources else None
     if not files:
         return ""
@@ -437,9 +457,7 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
     return arm_of_run(Path(checkpoint))
 
 
-def _refuse_server_flags(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_server_flags(given: Mapping[str, Any]) -> None:
+    for flag, value in given.items():
         if value:
-            raise DataError(
-                f"--{name.replace('_', '-')}: given without --endpoint; expected a server. Add --endpoint URL."
-            )
+            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")

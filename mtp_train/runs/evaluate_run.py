@@ -17,7 +17,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
-from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
+from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name, judge_command
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import left_out
@@ -28,11 +28,11 @@ from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.context import HeldTrunk
 from mtp_train.runs.inputs import Inputs, source_plan
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
-from mtp_train.runs.trunks import HeldTrunk
 from mtp_train.train.machine import device_name, set_threads
 from mtp_train.trunk.load import Trunk
 
@@ -73,11 +73,14 @@ def served_commands(recipe: Recipe, run_dir: Path) -> str:
     trunk, donor, baseline = recipe.model.trunk, recipe.model.head_from, recipe.gate_baseline
     export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
     served, before = export if recipe.head.kind == "mtp" else trunk, trunk
-    lines = ["Serve each of the two with its drafts, and measure it:", evaluate_command(served, f"{run_dir}-served")]
+    lines = [
+        "Serve each of the two with its drafts, one after the other, and measure it:",
+        evaluate_command(served, f"{run_dir}-served"),
+    ]
     if baseline == GRAFT and donor is not None and recipe.head.kind == "mtp":
         lines.append(graft_command(trunk, donor))
         before = grafted_name(trunk)
-    return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])
+    return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline"), judge_command(run_dir)])
 
 
 def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
@@ -202,6 +205,12 @@ def judge(
     head, other = by_name[RETRAINED], by_name[baseline]
     pairs = {one.name: head.against(other, one) for one in settings}
     verdict = decide_gate(pairs, baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau)
+    return advised(recipe, verdict, depths, no_gain)
+
+
+def advised(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell], no_gain: str | None) -> GateVerdict:
+    """Return a verdict with what to do instead of serving the head, refused where training gave no gain."""
+    baseline = recipe.gate_baseline
     if no_gain is not None and baseline == recipe.head.init:
         verdict = replace(verdict, outcome="refused", reason=f"Refused: {no_gain}")
     if verdict.passed:

@@ -167,7 +167,10 @@ def _measured(report: Report) -> list[str]:
     if report.gate is None:
         return [UNJUDGED_SENTENCE]
     verdict, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
-    return ["## Acceptance", f"{verdict}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip()]
+    return [
+        f"## Acceptance: {report.gate.outcome}",
+        f"{verdict}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip(),
+    ]
 
 
 def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:

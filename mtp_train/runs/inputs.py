@@ -112,8 +112,12 @@ class Inputs:
         return self.donor if isinstance(self.donor, Checkpoint) else None
 
 
-def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
-    """Open and check everything that a run reads. Writes nothing and does not load the trunk."""
+def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges: bool) -> Inputs:
+    """Open and check everything that a run reads. Writes nothing and does not load the trunk.
+
+    Args:
+        judges: Whether the gate, if the recipe has one, needs its groups of prompts.
+    """
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
@@ -125,7 +129,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
     tokenizer = recipe_tokenizer(recipe, finetune)
-    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
+    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress, judges=judges)
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
@@ -151,7 +155,9 @@ def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
     return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
 
 
-def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
+def gather_text(
+    recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None, *, judges: bool = True
+) -> RunText:
     require_variables(tokenizer, recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     training, held_out_records = split_records(recipe, progress)
     notes = template_notes([*training, *held_out_records], tokenizer)
@@ -164,7 +170,8 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
         documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
         notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
-    require_gate_groups(recipe, held_out, {record.group for record in (*training, *held_out_records)})
+    if judges:
+        require_gate_groups(recipe, held_out, {record.group for record in (*training, *held_out_records)})
     split = split_sentence(training, prompts, held_out_records, held_out)
     return RunText(documents, prompts, held_out, split, notes)
 

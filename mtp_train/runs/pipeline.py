@@ -7,21 +7,25 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import left_out
-from mtp_train.checkpoints.locations import EXPORT, HEAD
+from mtp_train.checkpoints.identity import checkpoint_files, hash_inputs, read_records
+from mtp_train.checkpoints.locations import EXPORT, HEAD, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError, GateUndecidedError, RecipeError
+from mtp_train.errors import DataError, GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.evaluation.run import SERVED_CHECKPOINT
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.progress import is_main_process, progress_on
 from mtp_train.recipe.loading import RecipeLike
@@ -30,7 +34,7 @@ from mtp_train.report.summary import summary
 from mtp_train.report.wording import capitalised
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import Shown, logged, quiet_progress, serving_lines, wiring_note
-from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
+from mtp_train.runs.evaluate_run import advised, evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses
@@ -128,15 +132,70 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     if run.recipe.study is not None:
         return study_outcome(report)
     if report.gate is not None and not report.gate.passed:
-        refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
-        return Outcome(refused.exit_code, refused.reason, report.gate.reason, DONE)
+        return _judged(report.gate)
     run.attempt.stage = "export"
     exported = _export(run) if run.recipe.export.enabled else ""
     if report.gate is not None:
-        return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
+        return _judged(report.gate, f".{exported}")
     commands, stayed = served_commands(run.recipe, run.directory.path), without_gain(run.directory.path)
     no_gain = "" if stayed is None else f" {capitalised(stayed)}. This is the head as it was."
     return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{no_gain}{exported}\n{commands}", DONE)
+
+
+def _judged(gate: GateVerdict, ending: str = "") -> Outcome:
+    told = f"{gate.reason}{ending}"
+    if gate.passed:
+        return Outcome(0, "done", told, DONE)
+    refused = GateUndecidedError if gate.outcome == "undecided" else GateRefusedError
+    return Outcome(refused.exit_code, refused.reason, told, DONE)
+
+
+def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path | None) -> Report:
+    """Record the verdict of a comparison of servers in a run without a gate, and return it with what to do instead.
+
+    The run's report, its page and the card of its export get the verdict, and last its outcome.
+
+    Args:
+        compared: The report of the baseline's server and the export's.
+        out: Its directory, by which a run may be judged again.
+        evaluation: The directory of the export's evaluation. It records the evaluated files; the server is not asked.
+
+    Raises:
+        DataError: The run was judged before, or the comparison is not of its baseline and its export on new prompts.
+    """
+    directory, export = RunDirectory(run_dir), run_dir / EXPORT
+    recipe, gate = directory.recipe, compared.gate
+    if recipe is None or gate is None or evaluation is None or not export.is_dir():
+        raise DataError(
+            f"--judges: {run_dir}: not a run with an export, or other arms than two evaluations of servers; expected "
+            "the command that a run without a gate prints. See recipes/gate.md."
+        )
+    with directory.held(quiet_progress().console, "the verdict"):
+        settings = dict(load_report(run_dir / REPORT_FILE).settings)
+        place = str(export) if recipe.head.kind == "mtp" else recipe.model.trunk
+        records, files = read_records(evaluation), {place: checkpoint_files(open_location(place))}
+        contents = hash_inputs(files, records, quiet_progress())[place].contents
+        told = str(compared.settings.get("trained_on", ""))
+        refusals = {
+            "it was judged before": settings.get("gate") not in (UNJUDGED, str(out)),
+            f"{evaluation} measured other files than {place}": contents != records[SERVED_CHECKPOINT].contents,
+            f"the baseline decoded as {gate.baseline}": (gate.baseline == PLAIN) != (recipe.gate_baseline == PLAIN),
+            f"the prompts are not new ({told})": bool(told),
+        }
+        if found := [text for text, is_so in refusals.items() if is_so]:
+            raise DataError(
+                f"--judges: {run_dir}: {'; '.join(found)}; expected an unjudged run, with evaluations of its baseline "
+                f"({recipe.gate_baseline}) and of its export on new prompts. Measure these, or leave --judges out."
+            )
+        gate = advised(recipe, gate, {}, without_gain(run_dir))
+        settings |= {"gate": str(out), "measured": compared.settings}
+        report = replace(compared, title=None, comparisons=(), gate=gate, settings=settings)
+        serving = _serving(run_dir, report) if gate.passed else {}
+        write_report(report, run_dir, directory.provenance, read_metrics(run_dir), serving)
+        write_card(run_dir, export)
+        stays = f". Exported to {export}." if gate.passed else f"\nThe export was written before, and stays: {export}"
+        directory.write_outcome(_judged(gate, stays))
+    return replace(compared, gate=gate)
 
 
 def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
@@ -215,11 +274,7 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     processes = run.accelerator.num_processes
     training, _ = part_documents(run.recipe, documents)
     resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
-    run.recipe, choices = broadcast_object_list([resolved])[0]
-    if run.is_main:
-        run.directory.record_recipe(run.recipe)
-        for choice in choices:
-            run.progress.console.print(str(choice), highlight=False)
+    run.settle(broadcast_object_list([resolved])[0])
 
 
 def _report(run: Run, report: Report, console: Console) -> None:
@@ -296,9 +351,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     directory.require_ours(checked)
     with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
         accelerator, checked = join_processes(checked, directory)
-        # Answers need no gate, and no groups for its interval.
-        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
-        run.recipe = checked
+        run = Run.begin(checked, directory, accelerator, progress, judges=False)
         if settings.endpoint is None:
             run.decoding_trunk(answering_dtype(run))
         elif checked.decodes:

@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -201,7 +201,7 @@ def probe(
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        found = replace(found, **_trained(place / TRAINING))
+        found = _trained(found, place / TRAINING)
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
@@ -288,8 +288,10 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
             return None
         plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
         found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
-        pairs = zip(prompts, found, strict=True)
-        texts = [answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens) for prompt, one in pairs]
+        texts = [
+            answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens)
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
         return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
@@ -297,11 +299,15 @@ def _level(arm: ArmResult) -> HeadLevel:
     return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
 
 
-def _trained(run_dir: Path) -> dict[str, Any]:
-    """Return the figures of a probe that are of its short training."""
-    report, train = load_report(run_dir / REPORT_FILE), load_recipe(run_dir / RECIPE_FILE).train
-    gain = None if report.gate is None else report.gate.delta_tau_ci95
-    return {"trained_tau": report.arms[RETRAINED].tau, "gain_ci95": gain, "trained_steps": train.max_steps}
+def _trained(found: ProbeResult, run_dir: Path) -> ProbeResult:
+    """Return a probe's result with the figures of its short training."""
+    report = load_report(run_dir / REPORT_FILE)
+    return replace(
+        found,
+        trained_tau=report.arms[RETRAINED].tau,
+        gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
+        trained_steps=load_recipe(run_dir / RECIPE_FILE).train.max_steps,
+    )
 
 
 def _lost_text(found: ProbeResult) -> str:
@@ -452,10 +458,21 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
     finetune, source = open_location(model.trunk), open_head_source(model.head_from)
     plan = source_plan(recipe, finetune, source)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    head = Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={})
-    write_export(finetune, head, out, adapter=adapter, link=recipe.export.link, progress=progress)
+    write_export(
+        finetune,
+        Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={}),
+        out,
+        adapter=adapter,
+        link=recipe.export.link,
+        progress=progress,
+    )
     if plan.family.kind != "mtp":
         return
     with removed_on_failure(out):
-        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, source)
-        write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)
+        write_untrained_card(
+            out,
+            checkpoint_identity(model.trunk, finetune),
+            checkpoint_identity(model.head_from, source),
+            model.adapter,
+            recipe.head.num_depths,
+        )

@@ -201,14 +201,14 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
 
 def resolve_training(
     recipe: Recipe, fields: Collection[str], documents: Sequence[Document], world_size: int
-) -> tuple[Recipe, tuple[Choice, ...]]:
-    """Return a recipe with the length of training resolved for the text that it trains on, and these choices."""
+) -> tuple[Choice, ...]:
+    """Return the length of training for the text that a recipe trains on."""
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens
     chosen, model = _Chosen(recipe, fields), model_facts(recipe, world_size, device_named(None))
     _choose_for_training(chosen, model, tokens, f"{tokens} tokens of training text")
-    return chosen.recipe, chosen.choices
+    return chosen.choices
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:

@@ -7,28 +7,27 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list
 from rich.progress import Progress
 
-from mtp_train.checkpoints.identity import RECORD_FILE, Records
+from mtp_train.checkpoints.identity import RECORD_FILE
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, TrainingError
-from mtp_train.evaluation.decoding import Processes
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.inputs import Inputs, gather_inputs
+from mtp_train.runs.context import RunContext
+from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.refusals import require_answers
+from mtp_train.runs.resolve import Choice
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
-from mtp_train.runs.settings import plan_of
-from mtp_train.runs.trunks import HeldTrunk, decoding_trunk, states_of
+from mtp_train.runs.trunks import decoding_trunk, states_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
-from mtp_train.train.plan import Plan
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.states import States
@@ -50,19 +49,8 @@ def join_processes(recipe: Recipe, directory: RunDirectory) -> tuple[RunAccelera
         return accelerator, broadcast_object_list([resolved])[0]
 
 
-@dataclass
-class Run:
-    """A run in progress. Every process of a launch has one, and all make the same calls."""
-
-    recipe: Recipe
-    directory: RunDirectory
-    inputs: Inputs
-    accelerator: RunAccelerator
-    progress: Progress
-    attempt: Attempt = field(default_factory=Attempt)
-    records: Records = field(default_factory=dict)
-    """Content hashes of the inputs from before they were loaded; of the main process."""
-    held: HeldTrunk = field(default_factory=HeldTrunk)
+class Run(RunContext):
+    """A run in progress, with the trunk that its stages read. All processes make the same calls."""
 
     @classmethod
     def begin(
@@ -72,29 +60,31 @@ class Run:
         accelerator: RunAccelerator,
         progress: Progress,
         attempt: Attempt | None = None,
+        *,
+        judges: bool = True,
     ) -> Run:
-        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory."""
+        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory.
+
+        Args:
+            judges: Whether the gate, if the recipe has one, needs its groups of prompts.
+        """
         is_main = accelerator.is_main_process
         if is_main:
             directory.require_same_inputs(recipe, progress, anew=True)
-        inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+        inputs = gather_inputs(recipe, accelerator.num_processes, progress, judges=judges)
         records = directory.hash_inputs(recipe, progress) if is_main else {}
         if is_main:
             adapter = records[ADAPTER].contents if ADAPTER in records else None
             require_answers(recipe, directory.path, (records[TRUNK].contents, adapter))
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
 
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
-
-    @property
-    def plan(self) -> Plan:
-        return plan_of(self.recipe, self.accelerator.num_processes)
-
-    @property
-    def processes(self) -> Processes:
-        return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
+    def settle(self, choices: Sequence[Choice]) -> None:
+        """Set fields that were ``auto`` in the recipe and in its record, and print why."""
+        self.recipe = self.recipe.replaced({one.field: one.value for one in choices})
+        if self.is_main:
+            self.directory.record_recipe(self.recipe)
+            for choice in choices:
+                self.progress.console.print(str(choice), highlight=False)
 
     def states(
         self,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -29,12 +28,10 @@ from mtp_train.families import RawConfig
 from mtp_train.families.served_states import states_command
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
+from mtp_train.runs.context import RunContext
 from mtp_train.train.fetched_states import FetchedStates
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.precision import COMPUTE_DTYPES
-
-if TYPE_CHECKING:
-    from mtp_train.runs.run import Run
 
 SERVER_FILE = "states_server.json"
 PROVED_TEXTS = 4
@@ -89,7 +86,7 @@ class StatesSource:
 
 
 def open_source(
-    run: Run, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
+    run: RunContext, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
 ) -> StatesSource:
     """Connect to the recipe's server and let it prove itself; every process must call it.
 
@@ -115,6 +112,9 @@ def open_source(
     command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
     server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
     endpoint.choose_model(spec.model)
+    if endpoint.adapted is not None:
+        found = f"serves {endpoint.model}, an adapter on {endpoint.adapted}"
+        raise endpoint.unusable(found, "the trunk itself", "Name that (train.states.model)")
     proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
     ((_, first_TLD),) = server.states(proved[:1])
     identity = server.identity()
@@ -133,15 +133,19 @@ def prove_trunk(
     """Check that the server's states are the trunk's, and print at how many positions they agree."""
 
     def logits_of(states_TD: Tensor) -> Tensor:
-        return ends.logits(ends.of_last_layer(states_TD.to(ends.lm_head_VD.device)))
+        return ends.logits(ends.of_last_layer(states_TD.to(ends.lm_head_VD.device, dtype)))
 
     with ends.computing_in(dtype):
         positions, agreeing = prove(server, texts, logits_of)
-    url = server.endpoint.url
-    console.print(f"{url}: prefers the trunk's token at {agreeing} of {positions} positions", highlight=False)
+    endpoint = server.endpoint
+    console.print(
+        f"{endpoint.url}: prefers the trunk's token at {agreeing} of {positions} positions. It serves "
+        f"{endpoint.checkpoint}, whose layers are taken for the trunk's.",
+        highlight=False,
+    )
 
 
-def _require_same_server(run: Run, endpoint: Endpoint, identity: list[object]) -> None:
+def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[object]) -> None:
     path = run.directory.path / SERVER_FILE
     if path.is_file() and read_json(path)["identity"] != identity:
         raise ChangedInputError(

@@ -26,7 +26,6 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
-from mtp_train.evaluation.statistics import Measurements
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
@@ -62,13 +61,21 @@ def _of_objective(run: Run, objective: str) -> Run:
 
 
 def measure_study(run: Run, study: StudySection) -> Report | None:
-    """Measure the heads; the main process returns the report. All processes decode."""
+    """Measure the heads and test the claim; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
     measured = Study(
         specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
     ).measure()
-    return report_of(recipe, study, grid, measured) if run.is_main else None
+    if not run.is_main:
+        return None
+    settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
+    report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
+    return replace(
+        report,
+        settings={**report.settings, "margin": study.margin},
+        findings=() if report.faults else find(report, study, settings),
+    )
 
 
 def study_outcome(report: Report) -> Outcome:
@@ -77,14 +84,6 @@ def study_outcome(report: Report) -> Outcome:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", DONE)
     claim = report.findings[0]
     return Outcome(0, "done", f"{verdict_title(claim)} {claim.evidence}", DONE)
-
-
-def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measured: Measurements) -> Report:
-    """Compute the report of measured arms, and test the claim."""
-    settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    findings = () if report.faults else find(report, study, settings)
-    return replace(report, settings={**report.settings, "margin": study.margin}, findings=findings)
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:
@@ -166,8 +165,10 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
     one = comparison_of(report, head, VANILLA, setting)
     texts = f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats"
     if theirs.repeated_8gram_share is not None:
-        texts += f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
-        texts += f"{100 * theirs.repeated_8gram_share:.0f} %"
+        texts += (
+            f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
+            f"{100 * theirs.repeated_8gram_share:.0f} %"
+        )
     findings = []
     if mine.tau is not None and theirs.tau is not None:
         limit, gain = -study.margin * theirs.tau, signed(one.delta_tau, one.delta_tau_ci95)

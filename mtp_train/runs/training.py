@@ -7,7 +7,7 @@ held out to select the best head, and the log. :func:`mtp_train.train.loop.train
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -51,6 +51,13 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
         for document in documents
     ]
     return [document for document in kept if document.has_target()]
+
+
+def is_read_once(run: Run, text: Sequence[Document]) -> bool:
+    """Return whether training takes one epoch at most."""
+    data, plan = run.recipe.data, run.plan
+    epoch = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
+    return plan.max_steps * plan.sequences_per_step <= len(epoch)
 
 
 SELECTED = "selected"
@@ -124,9 +131,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         documents = keep_targets(documents, set(trained_vocab.tolist()))
     training, measured = part_documents(recipe, documents)
     text = [documents[index] for index in training]
-    epoch = pack_documents(text, recipe.data.seq_len_tokens, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
-    is_read_once = run.plan.max_steps * run.plan.sequences_per_step <= len(epoch)
-    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once)
+    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once(run, text))
     module = head_training(recipe, states, head, trained_vocab)
     batches = global_batches(
         text,
@@ -137,18 +142,6 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     )
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
-
-    def make_log(resume_step: int) -> RunLog | None:
-        if not accelerator.is_main_process:
-            return None
-        return RunLog(
-            run_dir,
-            resume_step,
-            tracking=tracking_of(recipe),
-            config=recipe.model_dump(mode="json"),
-            on_log=lambda metrics: progress.update(task, description=described(metrics)),
-        )
-
     try:
         weights = train_head(
             module,
@@ -158,7 +151,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
             accelerator=accelerator,
             selection=selection,
             state_dir=run_dir / STATE,
-            make_log=make_log,
+            make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
             on_step=lambda done: progress.update(task, completed=done),
         )
     finally:
@@ -169,13 +162,18 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
 
 
+def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], None], resume_step: int) -> RunLog | None:
+    """Open the log to resume at a step; None for processes that do not log."""
+    if not run.is_main:
+        return None
+    config = run.recipe.model_dump(mode="json")
+    return RunLog(run.directory.path, resume_step, tracking=tracking_of(run.recipe), config=config, on_log=on_log)
+
+
 def record_lr(run: Run, overlap: float) -> float:
     """Return the automatic learning rate for a head that starts with an overlap at depth 1, and record it."""
     choice = lr_choice(run.recipe, text_config_of(run.inputs.finetune).hidden_size, overlap)
-    run.recipe = run.recipe.replaced({choice.field: choice.value})
-    if run.is_main:
-        run.directory.record_recipe(run.recipe)
-        run.progress.console.print(str(choice), highlight=False)
+    run.settle([choice])
     return run.recipe.train.lr
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from accelerate.utils import DistributedType
@@ -22,47 +19,22 @@ from mtp_train.progress import shown_loading
 from mtp_train.recipe.sections import HiddenCacheSpec, StatesSpec
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.check import Shapes
+from mtp_train.runs.context import RunContext
 from mtp_train.runs.refusals import HeadOnTrunk
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.served_states import StatesSource, open_source
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
-from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import device_named
-from mtp_train.train.shard import ShardedStates, give_up_shards, layer_sharder, shards_trunk
+from mtp_train.train.shard import ShardedStates, layer_sharder, shards_trunk
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk, load_ends, load_trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES, slow_halves, trunk_dtype
 from mtp_train.trunk.states import States, TrunkStates
 
-if TYPE_CHECKING:
-    from mtp_train.runs.run import Run
-
 HIDDEN = "hidden"
 
 
-@dataclass
-class HeldTrunk:
-    """The trunk in memory, of which there is one at a time."""
-
-    trunk: Trunk | None = None
-    form: Literal["whole", "in shards", "spent"] = "spent"
-    """``spent``: in shards that a training has wrapped, so that no other one can use them."""
-    dtype: torch.dtype | None = None
-
-    @property
-    def whole(self) -> Trunk | None:
-        return self.trunk if self.form == "whole" else None
-
-    def release(self, accelerator: RunAccelerator) -> None:
-        """Let go of the trunk and its memory; the caller has to drop its own references."""
-        if self.trunk is not None:
-            give_up_shards(self.trunk, accelerator)
-        self.trunk, self.form = None, "spent"
-        # Shards and their hooks form reference cycles.
-        gc.collect()
-
-
-def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
+def decoding_trunk(run: RunContext, dtype: str | None = None) -> Trunk:
     """Return the whole trunk, loaded in place of another form of it.
 
     Args:
@@ -82,7 +54,7 @@ def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
     return trunk
 
 
-def trunk_in_shards(run: Run) -> Trunk:
+def trunk_in_shards(run: RunContext) -> Trunk:
     """Return the trunk for one use in shards, loaded in shards under FSDP2; every process must call it."""
     # Shards are gathered in the dtype that they are held in, and no hook can convert them.
     held, wanted = run.held, COMPUTE_DTYPES[run.recipe.train.precision]
@@ -95,7 +67,7 @@ def trunk_in_shards(run: Run) -> Trunk:
     return trunk
 
 
-def answering_dtype(run: Run) -> str | None:
+def answering_dtype(run: RunContext) -> str | None:
     """Return bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
     model, source, device = run.recipe.model, run.inputs.finetune, run.accelerator.device
     is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
@@ -104,7 +76,7 @@ def answering_dtype(run: Run) -> str | None:
     return "bfloat16" if is_stored and is_free and is_faster else None
 
 
-def load_to_train(run: Run) -> None:
+def load_to_train(run: RunContext) -> None:
     """Load the trunk in the form that computes states to train on."""
     if shards_trunk(run.accelerator):
         trunk_in_shards(run)
@@ -114,7 +86,12 @@ def load_to_train(run: Run) -> None:
 
 
 def states_of(
-    run: Run, documents: Sequence[Document], layers: tuple[int, ...], *, kept: Collection[int], is_read_once: bool
+    run: RunContext,
+    documents: Sequence[Document],
+    layers: tuple[int, ...],
+    *,
+    kept: Collection[int],
+    is_read_once: bool,
 ) -> States:
     """Return the states of documents to train a head on; every process must call it.
 
@@ -130,7 +107,7 @@ def states_of(
         return _computed(run)
     source = None
     if served is not None:
-        run.release_trunk()
+        run.held.release(run.accelerator)
         texts = [document.input_ids.tolist() for document in documents]
         source = open_source(run, served, _ends(run), texts, layers)
         if cached is None and is_read_once:
@@ -139,11 +116,11 @@ def states_of(
     missing = run.accelerator.said_by_main(cache.missing())
     if missing:
         _build(run, cache, missing, layers, source)
-    run.release_trunk()
+    run.held.release(run.accelerator)
     return CachedStates(_ends(run), cache, COMPUTE_DTYPES[run.recipe.train.precision])
 
 
-def served_judge(run: Run, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Judge:
+def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Judge:
     """Return the judge of texts by the states of the recipe's server; every process must call it."""
     config = text_config_of(run.inputs.finetune, trust_remote_code=run.recipe.model.trust_remote_code)
     layers = run.inputs.head_plan.family.wiring.trunk_layers(config)
@@ -157,7 +134,7 @@ def served_judge(run: Run, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> 
     return Judge(ends, hidden)
 
 
-def _ends(run: Run) -> Ends:
+def _ends(run: RunContext) -> Ends:
     inputs, model = run.inputs, run.recipe.model
     return load_ends(
         inputs.finetune,
@@ -168,14 +145,14 @@ def _ends(run: Run) -> Ends:
     )
 
 
-def _computed(run: Run) -> TrunkStates:
+def _computed(run: RunContext) -> TrunkStates:
     if shards_trunk(run.accelerator):
         return ShardedStates(trunk_in_shards(run))
     return TrunkStates(decoding_trunk(run))
 
 
 def cache_of(
-    run: Run,
+    run: RunContext,
     spec: HiddenCacheSpec,
     documents: Sequence[Document],
     layers: tuple[int, ...],
@@ -199,7 +176,7 @@ def cache_of(
 
 
 def _build(
-    run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
+    run: RunContext, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
 ) -> None:
     """Write what a cache lacks; every process must call it."""
     accelerator, progress = run.accelerator, run.progress
@@ -229,13 +206,13 @@ def _build(
     accelerator.wait_for_everyone()
 
 
-def _held_dtype(run: Run, asked: str | None = None) -> torch.dtype:
+def _held_dtype(run: RunContext, asked: str | None = None) -> torch.dtype:
     """Return the dtype in which a run holds the trunk's weights, as its recipe says or as asked for."""
     recipe, finetune, accelerator = run.recipe, run.inputs.finetune, run.accelerator
     return trunk_dtype(finetune, finetune.family, accelerator.device, asked or recipe.model.dtype)
 
 
-def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:
+def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
 
     A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
@@ -267,14 +244,14 @@ def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> T
         )
 
 
-def _sharder_while_loading(run: Run) -> OnLayer:
+def _sharder_while_loading(run: RunContext) -> OnLayer:
     """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
     # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
     is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
     return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
 
 
-def require_room(run: Run) -> None:
+def require_room(run: RunContext) -> None:
     """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
     recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:

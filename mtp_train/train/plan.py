@@ -243,7 +243,7 @@ def estimate_footprint(
         + passing_expert_bytes(options, head),
         offloaded_bytes=offloaded,
         loading_bytes=loading,
-        state_bytes=width * options.compute_dtype.itemsize,
+        state_bytes=trunk.state_width * options.compute_dtype.itemsize,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from mtp_train.heads.alignment import target_tokens, valid_targets
+from mtp_train.heads.alignment import shift_left, valid_targets
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.precision import resolve_precision
@@ -106,7 +106,7 @@ def joint_losses(trunk: PreTrainedModel, head: MtpHead, tokens_BT: Tensor, weigh
     for depth, (hidden, weight) in enumerate(zip([hidden_BTD, *starts], [1.0, *weights], strict=True)):
         valid_BT = valid_targets(document_BT, everywhere_BT, depth)
         logits_NV = trunk.lm_head(hidden[valid_BT]).float()
-        loss = cross_entropy(logits_NV, target_tokens(tokens_BT, depth)[valid_BT])
+        loss = cross_entropy(logits_NV, shift_left(tokens_BT, depth + 1, 0)[valid_BT])
         losses["trunk" if depth == 0 else f"depth_{depth}"] = weight * loss
     return losses
 

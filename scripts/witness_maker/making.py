@@ -198,12 +198,10 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     layout = layout_of(open_checkpoint(directory))
     for name, value in head.state_dict().items():
         tensors |= {key: part.to(torch.bfloat16).contiguous() for key, part in layout.split(name, value)}
-    for shared in family.keys.shared:
-        source = layout.trunk_key(shared, tensors)
+    for shared, trunk_key in family.keys.shared.items():
+        source = layout.trunk_key(trunk_key, tensors)
         for module in range(shape.num_modules):
-            native = shared.native.format(
-                trunk=layout.trunk_prefix, layer=layout.num_hidden_layers + module, module=module
-            )
+            native = shared.format(trunk=layout.trunk_prefix, layer=layout.num_hidden_layers + module, module=module)
             tensors[native] = tensors[source].clone()
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     for name, text in shape.code.items():

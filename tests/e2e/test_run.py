@@ -168,6 +168,8 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
     assert found.message.startswith(UNJUDGED_SENTENCE)
     for path in (run_dir / "export", pristine / "finetune-mtp"):
         assert f"mtp-train evaluate {path} --endpoint http://localhost:8000/v1" in found.message
+    judged = f"stale={run_dir}-baseline retrained={run_dir}-served --judges {run_dir} --out {run_dir}-judged"
+    assert found.message.endswith(f"mtp-train compare {judged}")
     assert json.loads((run_dir / "report.json").read_text())["settings"]["gate"] == "unjudged"
     for page in ("report.html", "export/README.md"):
         assert UNJUDGED_SENTENCE in (run_dir / page).read_text()

@@ -18,6 +18,7 @@ SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 # "mtp_train" is its __init__.py alone, the public API.
 ORDER = (
     "mtp_train.errors",
+    "mtp_train.progress",
     "mtp_train.upstream",
     "mtp_train.head_kinds",
     "mtp_train.losses",

@@ -14,25 +14,14 @@ from mtp_train import CheckResult, check
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "recipes" / "distributed.md"
 SEQ_LEN, STEP_TOKENS = 4096, 131_072
-_HEADS: dict[str, Any] = {"head_dim": 128, "tie_word_embeddings": False, "dtype": "bfloat16"}
-QWEN3_235B: dict[str, Any] = {
-    **{**_HEADS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936},
-    **{"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4},
-    **{"intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8},
-}
-GLM_4_6: dict[str, Any] = {
-    **{**_HEADS, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151_552},
-    **{"hidden_size": 5120, "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8},
-    **{"intermediate_size": 12_288, "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 1},
-    **{"num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "use_qk_norm": True},
-    **{"attention_bias": True, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-}
+SHAPES: dict[str, Any] = json.loads((ROOT / "tests" / "large_trunks.json").read_text())
+"""What the released configs have of the shapes, without what changes no plan."""
 QWEN3_5_9B: dict[str, Any] = json.loads((ROOT / "inference" / "benchmarks" / "qwen3_5_9b.json").read_text())
 TRUNKS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "Qwen3.5-9B, here": (QWEN3_5_9B, "native", False),
-    "Qwen3-235B-A22B, here": (QWEN3_235B, "random", False),
-    "Qwen3-235B-A22B, served": (QWEN3_235B, "random", True),
-    "GLM-4.6 in FP8, served": (GLM_4_6, "native", True),
+    "Qwen3-235B-A22B, here": (SHAPES["Qwen3-235B-A22B"], "random", False),
+    "Qwen3-235B-A22B, served": (SHAPES["Qwen3-235B-A22B"], "random", True),
+    "GLM-4.6 in FP8, served": (SHAPES["GLM-4.6-FP8"], "native", True),
 }
 """Config, start of the head, and whether a server computes the states."""
 

@@ -284,6 +284,26 @@ def test_the_proof_lets_one_near_tie_in_a_hundred_pass(
             prove(connect()[0], texts, tied)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_choice_that_rounding_to_the_servers_dtype_decides_agrees(
+    connect: Connect, engine: Engine, dtype: torch.dtype
+) -> None:
+    engine.states = lambda states: states.to(dtype)
+    server, _ = connect()
+    server.dtype = dtype
+
+    def close(states_TD: Tensor) -> Tensor:
+        logits_TV = logits(states_TD.float())
+        logits_TV[:, -1] = logits_TV.amax(-1) * 1.005
+        return logits_TV
+
+    if dtype == torch.bfloat16:
+        assert prove(server, TEXTS, close) == (6, 6)
+    else:
+        with pytest.raises(DataError, match=r"at 0\.0% of 6 positions, and a far one at 0 "):
+            prove(server, TEXTS, close)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [lambda states_TD: logits(states_TD.roll(1, -1)), lambda states_TD: logits(states_TD).roll(1, -1)],

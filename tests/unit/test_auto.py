@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mtp_train.data.records import text_group
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.recipe.loading import apply_override
+from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTOMATIC, LoraSection
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
@@ -169,6 +171,12 @@ def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyP
     assert resolved(monkeypatch, DEMO, CHATS._replace(groups=in_groups(50_000, 3)))["data.holdout"] == 0.5
 
 
+def settled(recipe: Recipe, choices: Sequence[Choice]) -> Recipe:
+    """Return a recipe with the length of training that was chosen for it."""
+    assert {choice.field for choice in choices} == set(FROM_TEXT)
+    return recipe.replaced({choice.field: choice.value for choice in choices})
+
+
 @pytest.mark.parametrize("seq_len", [512, 4096])
 @pytest.mark.parametrize("tokens", [600, 200_000, 400_000_000])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -180,16 +188,15 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
         Path("nowhere"), Path("nowhere/run"), data__seq_len_tokens=seq_len, train__tokens_per_step=seq_len
     )
     text = Document(np.zeros(tokens, dtype=np.int64), np.ones(tokens, dtype=np.bool_), "d", "g")
-    found, choices = resolve_training(recipe, FROM_TEXT, [text], world_size)
-    train = found.train
-    assert {choice.field for choice in choices} == set(FROM_TEXT)
+    train = settled(recipe, resolve_training(recipe, FROM_TEXT, [text], world_size)).train
     passes = train.max_steps * train.tokens_per_step / tokens
     # The last step may go beyond.
     slack = train.tokens_per_step / tokens
     assert EPOCHS <= passes <= max(MOST_EPOCHS, EPOCHS) + slack
     sequences = train.tokens_per_step // seq_len
     assert sequences % (train.micro_batch_sequences * world_size) == 0
-    twice, _ = resolve_training(recipe.replaced({"head.init": "random"}), FROM_TEXT, [text], world_size)
+    new = recipe.replaced({"head.init": "random"})
+    twice = settled(new, resolve_training(new, FROM_TEXT, [text], world_size))
     assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,39 +12,24 @@ from typing import Any
 
 import pytest
 
+from llama_server import GROUPS, NEW_TOKENS, llama, serving, write_rows
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
 from mtp_train.evaluation.results import load_report
-from openai_server import Reply, ReplyFn, completion, openai_server
-
-GROUPS, NEW_TOKENS = 8, 41
-
-
-def llama(accepted: int, *, text: str = "the same", ms_per_token: float = 1.0) -> ReplyFn:
-    """Answer as llama-server does: ``accepted`` drafts of three in most rounds, none drafted where it is -1."""
-
-    def reply(payload: dict[str, Any]) -> Reply:
-        rounds = (NEW_TOKENS - 1 - len(payload["prompt"]) % 3) // (1 + max(0, accepted))
-        timings = {"predicted_n": NEW_TOKENS, "prompt_ms": 1.0, "predicted_ms": NEW_TOKENS * ms_per_token}
-        if accepted >= 0:
-            timings |= {"draft_n": 3 * rounds, "draft_n_accepted": NEW_TOKENS - 1 - rounds}
-        document = json.loads(completion(text, "length").body)
-        return Reply(body=json.dumps({**document, "timings": timings}).encode())
-
-    return reply
+from openai_server import ReplyFn, openai_server
 
 
 @pytest.fixture
-def compare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    suite = tmp_path / "suite.jsonl"
+def suite(tmp_path: Path) -> Path:
     rows = [{"prompt": f"{'word ' * number}?", "group": f"g{number}"} for number in range(GROUPS)]
-    suite.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    props = json.dumps({"model_path": str(demo_path("finetune"))})
+    return write_rows(tmp_path / "suite.jsonl", rows)
 
+
+@pytest.fixture
+def compare(suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(*replies: ReplyFn, names: tuple[str, ...] = ("stale", "retrained"), more: tuple[str, ...] = ()) -> Any:
         with ExitStack() as stack:
-            shows = {"/props": lambda: props}
-            served = [stack.enter_context(openai_server(one, owner="llamacpp", shows=shows)) for one in replies]
+            served = [stack.enter_context(serving(one)) for one in replies]
             # As llama-server prints its address: without the API's version.
             arms = [f"{name}={one.url.removesuffix('/v1')}" for name, one in zip(names, served, strict=True)]
             flags = ["--suite", str(suite), "--temperatures", "0", "--out", str(tmp_path / "out")]
@@ -154,3 +140,113 @@ def test_a_server_elsewhere_needs_the_name_of_its_trunk(tmp_path: Path, capfd: p
     told = capfd.readouterr().err
     assert "serves /far/away.gguf; expected files on this machine" in told
     assert "--tokenizer CKPT" in told
+
+
+# One server after the other
+
+GREEDY = ("--temperatures", "0")
+
+
+@pytest.fixture
+def evaluate(suite: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that measures a server of the trunk alone and gives the directory."""
+
+    def run(name: str, reply: ReplyFn, *more: str) -> Path:
+        out = tmp_path / name
+        with serving(reply) as served:
+            command = ["evaluate", str(demo_path("finetune")), "--endpoint", served.url, "--served-only"]
+            assert main([*command, "--suite", str(suite), *GREEDY, *more, "--out", str(out)]) == 0
+        return out
+
+    return run
+
+
+def without_times(report: Any) -> Any:
+    """Return a report without wall times and addresses."""
+    if isinstance(report, dict):
+        wall = ("tokens_per_second", "url", "head")
+        return {name: without_times(value) for name, value in report.items() if name not in wall}
+    return [without_times(one) for one in report] if isinstance(report, list) else report
+
+
+@pytest.mark.parametrize("replies", [(llama(0), llama(2)), (llama(2), llama(0)), (llama(-1), llama(2))])
+def test_evaluations_of_servers_are_judged_as_servers_at_once_are(
+    compare: Callable[..., Any], evaluate: Callable[..., Path], suite: Path, tmp_path: Path, replies: Any
+) -> None:
+    code, _ = compare(*replies)
+    at_once = load_report(tmp_path / "out" / "report.json").to_json()
+    arms = [f"{name}={evaluate(name, one)}" for name, one in zip(("stale", "retrained"), replies, strict=True)]
+    command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "after")]
+    assert main(command) == code
+    found = load_report(tmp_path / "after" / "report.json").to_json()
+    assert without_times(found) == without_times(at_once)
+    assert found["arms"]["retrained"]["tokens_per_second"] > 0
+    # It is finished.
+    assert main(command) == code
+
+
+def test_an_evaluation_is_compared_with_a_server_that_runs(
+    compare: Callable[..., Any], evaluate: Callable[..., Path], tmp_path: Path
+) -> None:
+    code, _ = compare(llama(2), names=("retrained",), more=(f"stale={evaluate('stale', llama(0))}",))
+    gate = load_report(tmp_path / "out" / "report.json").gate
+    assert (code, gate.outcome, gate.baseline) == (3, "refused", "retrained")
+
+
+@pytest.mark.parametrize(
+    ("more", "odd"),
+    [
+        (("--seed", "7"), "seed"),
+        (("--max-new-tokens", "64"), "max_new_tokens"),
+        (("--temperatures", "0", "1"), "temperatures"),
+        (("--concurrency", "2"), "concurrency"),
+        (("--suite", "other.jsonl"), "suite, prompts"),
+        ((), "prompts"),
+    ],
+)
+def test_evaluations_with_other_prompts_or_settings_are_refused(
+    evaluate: Callable[..., Path],
+    suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    odd: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("other.jsonl"), [{"prompt": f"other {number}"} for number in range(GROUPS)])
+    arms = [f"stale={evaluate('stale', llama(0))}"]
+    if not more:
+        # The file has other prompts by now.
+        Path("other.jsonl").replace(suite)
+    arms.append(f"retrained={evaluate('retrained', llama(2), *more)}")
+    assert main(["compare", *arms, "--suite", str(suite), *GREEDY, "--out", "out"]) == 2
+    told = capfd.readouterr().err
+    assert f"arm {'retrained' if more else 'stale'}: " in told
+    assert f" differs in {odd}; expected" in told
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [("report.json", "NAME=DIR of a finished evaluation"), ("measured", "and a record of each prompt")],
+)
+def test_an_unfinished_evaluation_or_one_without_records_is_refused(
+    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], lost: str, told: str
+) -> None:
+    arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
+    (tmp_path / "retrained" / lost).rename(tmp_path / "lost")
+    assert main(["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "out")]) == 2
+    assert told in capfd.readouterr().err
+
+
+def test_a_comparison_is_not_of_an_evaluation_that_was_made_again(
+    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
+    command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "out")]
+    assert main(command) == 3
+    shutil.rmtree(tmp_path / "retrained")
+    evaluate("retrained", llama(2))
+    assert main(command) == 2
+    assert "another study (its server differ" in capfd.readouterr().err

@@ -48,7 +48,7 @@ def test_text_with_such_a_token_is_refused_before_anything_runs(
         Progress(disable=True) as progress,
         pytest.raises(DataError, match=rf"record \d+: has the token '{IMAGE}' with the id \d+; expected ids below"),
     ):
-        gather_inputs(recipe, 1, progress)
+        gather_inputs(recipe, 1, progress, judges=True)
 
 
 def test_the_decoder_names_the_prompt() -> None:

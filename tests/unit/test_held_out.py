@@ -47,7 +47,7 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 def gathered(recipe: Recipe) -> Inputs:
-    return gather_inputs(recipe, 1, Progress(console=Console(quiet=True), disable=True))
+    return gather_inputs(recipe, 1, Progress(console=Console(quiet=True), disable=True), judges=True)
 
 
 def by_content(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:

@@ -15,11 +15,12 @@ import torch
 from mtp_train.errors import OutOfMemoryError, RecipeError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import run as run_module
+from mtp_train.runs import trunks
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.run import Run, memory_is_named, require_room
+from mtp_train.runs.run import Run, memory_is_named
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.trunks import require_room
 from mtp_train.train.machine import Device
 from mtp_train.trunk.load import load_trunk
 from runs import tiny_recipe
@@ -94,12 +95,12 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
 ) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     judged = tiny_recipe(pristine, tmp_path / "run", model__dtype="float32")
-    gathered = gather_inputs(judged, 1, quiet_progress())
+    gathered = gather_inputs(judged, 1, quiet_progress(), judges=True)
     run = Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
     trunk = load_trunk(pristine / "finetune", gathered.finetune.family, dtype="float32")
     weights = sum(one.numel() for one in trunk.parameters())
     for size, refused in ((4 * weights, True), (20 * weights, False)):
-        monkeypatch.setattr(run_module, "device_named", lambda _, size=size: Device("small", "cuda", size))
+        monkeypatch.setattr(trunks, "device_named", lambda _, size=size: Device("small", "cuda", size))
         with pytest.raises(RecipeError, match=r"Use a larger GPU") if refused else contextlib.nullcontext():
             require_room(run)
         require_room(replace(run, recipe=judged.replaced({"gate.enabled": False})))

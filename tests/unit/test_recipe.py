@@ -166,6 +166,8 @@ def test_an_unusable_value_is_the_only_problem(path: str) -> None:
     whole = ["data.regenerate={}"]
     if path.startswith("study."):
         whole += STUDIED
+    if path.startswith("train.states."):
+        whole += ["train.states.endpoint=http://localhost:8000/v1"]
     written = path.replace("[]", ".0")
     for value in ("[{}]", CONVERTIBLE[not_null(FIELDS[path])["type"]]):
         problems = problems_of(*whole, f"{written}={value}")

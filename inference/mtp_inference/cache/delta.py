@@ -108,7 +108,14 @@ def delta_window(
     else:
         score_NRT = (readers_NRK[:, :, None] * decay_NRTX * key_NTK[:, None]).sum(-1)
     read_NRV = (readers_NRK * log_decay_NTX.exp().repeat(1, 2, 1)) @ initial_state.flatten(0, 1)
-    output, correction_NTV = _correct(read_NRV, score_NRT, value, beta, key.shape[-1])
+    # Queries are the first T of R = 2T readers, keys the rest.
+    beta_NT1 = heads_first(beta.float()[..., None], num_heads)
+    lower_NTT = (score_NRT[:, num_tokens:] * beta_NT1).tril(-1)
+    right_NTV = (heads_first(value.float(), num_heads) - read_NRV[:, num_tokens:]) * beta_NT1
+    correction_NTV = _solve(lower_NTT, right_NTV)
+    output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV)
+    output_NTV = output_NTV * key.shape[-1] ** -0.5
+    output = output_NTV.view(-1, num_heads, *output_NTV.shape[1:]).transpose(1, 2)
     return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NTX, initial_state)
 
 
@@ -138,36 +145,13 @@ def delta_token(
     # One decay rate for a head, or one for each key channel.
     decay_NX1 = g.float().exp().reshape(len(state_NKV), -1, 1)
     # The state is read once for the query and the key, before it decays: it is most of the memory traffic.
-    read_N2V = _decayed_read(readers_N2K, state_NKV, decay_NX1)
+    read_N2V = torch.bmm(readers_N2K * decay_NX1.mT, state_NKV)
     correction_N1V = value.float().reshape(-1, 1, value_width) - read_N2V[:, 1:]
     correction_N1V *= beta.float().reshape(-1, 1, 1)
     state_NKV.mul_(decay_NX1).addcmul_(key_N1K.mT, correction_N1V)
     agreement_N11 = torch.linalg.vecdot(query_N1K, key_N1K)[..., None]
     output_N1V = torch.addcmul(read_N2V[:, :1], correction_N1V, agreement_N11).mul_(key.shape[-1] ** -0.5)
     return output_N1V.view(num_rows, 1, num_heads, value_width).to(query.dtype), initial_state
-
-
-def _decayed_read(readers_N2K: Tensor, state_NKV: Tensor, decay_NX1: Tensor) -> Tensor:
-    """Return what queries and keys read from a state after its decay, (N, 2, Vd)."""
-    if decay_NX1.shape[1] == 1:
-        return torch.bmm(readers_N2K, state_NKV).mul_(decay_NX1)
-    return torch.bmm(readers_N2K * decay_NX1.mT, state_NKV)
-
-
-def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
-    """Solve for the corrections; return the output (B, T, H, Vd) and the corrections (N, T, Vd), in fp32.
-
-    Args:
-        read_NRV: What queries (the first T of R = 2T) and keys read from the state before the window.
-        score_NRT: Decayed products of queries and keys with the window's keys.
-    """
-    num_rows, num_tokens, num_heads, value_width = value.shape
-    beta_NT1 = heads_first(beta.float()[..., None], num_heads)
-    lower_NTT = (score_NRT[:, num_tokens:] * beta_NT1).tril(-1)
-    right_NTV = (heads_first(value.float(), num_heads) - read_NRV[:, num_tokens:]) * beta_NT1
-    correction_NTV = _solve(lower_NTT, right_NTV)
-    output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV) * key_width**-0.5
-    return output_NTV.view(num_rows, num_heads, num_tokens, value_width).transpose(1, 2), correction_NTV
 
 
 def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Tensor:

@@ -133,8 +133,8 @@ class AttentionStore(CacheLayerMixin, PlacedState):
 class IndexedStore(AttentionStore):
     """Cache of a sparse attention layer: its keys and values, and the indexer's keys, by which it chooses among them.
 
-    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, as a ``PoolStore``
-    (``mtp_train.families.mechanisms.key_pools``) with a slot for every position.
+    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, by the methods of
+    ``UnrolledPools`` (``mtp_train.families.mechanisms.key_pools``) and with a slot for every position.
     """
 
     kind = "indexed_attention"

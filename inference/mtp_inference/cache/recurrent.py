@@ -105,14 +105,6 @@ def window_conv(
     return (output_BTC if activation is None else ACT2FN[activation](output_BTC)).transpose(1, 2)
 
 
-_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
-    "gated_delta": (delta_window, delta_token),
-    "kimi_delta": (delta_window, delta_token),
-    "mamba2": (mamba2_window, None),
-}
-"""Name of a rule in a family record to the functions that run a window and a single token; None for transformers' own,
-which updates the state in place."""
-
 _CONV = "causal_conv1d_fn"
 """The causal convolution with its activation, over several tokens, in every model's Python module."""
 
@@ -128,11 +120,11 @@ def undecided_states(family: Family) -> Iterator[None]:
         yield
         return
     module = importlib.import_module(family.classes.python_module)
-    window_rule, token_rule = _RULES[kernels.rule]
-    ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, _CONV: window_conv}
-    if token_rule is not None:
-        ours[kernels.single] = token_rule
-    with replacing(module, **ours):
+    ours: dict[str, Callable[..., Any]] = {kernels.chunked: delta_window, kernels.single: delta_token}
+    if kernels.rule == "mamba2":
+        # For a single token, transformers' own function updates the state in place.
+        ours = {kernels.chunked: mamba2_window}
+    with replacing(module, **ours, **{_CONV: window_conv}):
         yield
 
 
@@ -249,33 +241,29 @@ class NgramStore(RowState, RecurrentStore):
         # Not every such layer reads tokens.
         earlier = not window.is_fresh and _TOKENS in self._inputs.buffers_BZ
         self.is_conv_states_initialized[_TOKENS] = self.has_previous_state[_TOKENS] = earlier
-        self.conv_states[_TOKENS] = self._tokens_before(window) if earlier else None
+        self.conv_states[_TOKENS] = None
+        if earlier:
+            ring_BZ = self._inputs.buffers_BZ[_TOKENS]
+            num_before = ring_BZ.shape[1] - self._inputs.max_undecided
+            positions_BM = window.positions_BT[:, :1] + torch.arange(-num_before, 0, device=ring_BZ.device)
+            self.conv_states[_TOKENS] = ring_BZ[window.row_index_B1, positions_BM % ring_BZ.shape[1]]
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **unused: object
     ) -> Tensor:
         """Store the window's inputs; return them after the earlier inputs, (B, C, W + T), and tokens unchanged."""
         if state_idx == _TOKENS:
-            self._write_tokens(conv_states, conv_kernel_size)
+            # The last tokens of a window, padding included if the text is shorter.
+            num_places = conv_kernel_size + self._inputs.max_undecided
+            kept_BT = conv_states[:, -num_places:]
+            back_T = torch.arange(1 - kept_BT.shape[1], 1, device=kept_BT.device)
+            places_BT = (self._inputs.window.positions_BT[:, -1:] + back_T) % num_places
+            self._inputs.place(_TOKENS, kept_BT, places_BT, num_places)
             return conv_states
         if state_idx == _CONVOLUTION:
             # This convolution reads ``conv_kernel_size`` earlier inputs, not one less as others do.
             return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
         return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
-
-    def _tokens_before(self, window: Window) -> Tensor:
-        ring_BZ = self._inputs.buffers_BZ[_TOKENS]
-        num_before = ring_BZ.shape[1] - self._inputs.max_undecided
-        positions_BM = window.positions_BT[:, :1] + torch.arange(-num_before, 0, device=ring_BZ.device)
-        return ring_BZ[window.row_index_B1, positions_BM % ring_BZ.shape[1]]
-
-    def _write_tokens(self, tokens_BT: Tensor, num_before: int) -> None:
-        """Store the last tokens of a window, padding included if the text is shorter."""
-        num_places = num_before + self._inputs.max_undecided
-        kept_BT = tokens_BT[:, -num_places:]
-        back_T = torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
-        positions_BT = self._inputs.window.positions_BT[:, -1:] + back_T
-        self._inputs.place(_TOKENS, kept_BT, positions_BT % num_places, num_places)
 
 
 class RecurrentLayers(RowState):

@@ -20,7 +20,7 @@ class RowState:
     """Base of objects with buffers that have a row for each batch row.
 
     Buffers are the attributes whose shape suffix contains B, such as ``last_B`` or ``state_LBHKV``: tensors, or dicts
-    and named tuples of tensors of that shape. Attributes that are ``RowState`` objects have buffers of their own.
+    of tensors of that shape. Attributes that are ``RowState`` objects have buffers of their own.
     """
 
     @torch.no_grad()
@@ -38,14 +38,10 @@ class RowState:
 
 
 def select_rows(buffers: Any, rows_R: Tensor, dim: int = 0) -> Any:
-    """Return copies of the given rows of a tensor, or of a dict or a named tuple of tensors; None stays None."""
-    if buffers is None:
-        return None
-    if isinstance(buffers, Tensor):
-        return buffers.index_select(dim, rows_R)
+    """Return copies of the given rows of a tensor, or of a dict of tensors; None stays None."""
     if isinstance(buffers, dict):
         return {name: select_rows(buffer, rows_R, dim) for name, buffer in buffers.items()}
-    return type(buffers)(*(select_rows(buffer, rows_R, dim) for buffer in buffers))
+    return None if buffers is None else buffers.index_select(dim, rows_R)
 
 
 def places_from(first_B: Tensor, num_places: int) -> Tensor:

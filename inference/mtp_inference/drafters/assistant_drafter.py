@@ -70,7 +70,14 @@ class AssistantDrafter(StateDrafter):
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
-        keys, masks = self._shared_keys(Window(slice(0, len(seen_B1)), seen_B1, plan.used))
+        window = Window(slice(0, len(seen_B1)), seen_B1, plan.used)
+        # The last layer of each type wins.
+        last = {layer.kind: layer for layer in self.trunk_layers if isinstance(layer, AttentionStore)}
+        keys, masks, used = {}, {}, slice(plan.used)
+        for kind, layer in last.items():
+            wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
+            keys[kind] = layer.keys[:, :, used], layer.values[:, :, used]
+            masks[kind] = window.mask(layer.size, wide, always=True)
         hidden_B1D, decoder = self.state_B1D, self.model.model
         with attending_in_windows(decoder.config):
             for _ in range(plan.depth):
@@ -86,17 +93,6 @@ class AssistantDrafter(StateDrafter):
                 choice.add(self._logits(state_B1A))
                 hidden_B1D = self.model.post_projection(state_B1A)
         return choice.result()
-
-    def _shared_keys(self, window: Window) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor | None]]:
-        """Return keys and values of the trunk's last attention layer of each type, and their masks, (B, 1, 1, S)."""
-        keys, masks, used = {}, {}, slice(window.used)
-        # The last layer of each type wins.
-        last = {layer.kind: layer for layer in self.trunk_layers if isinstance(layer, AttentionStore)}
-        for kind, layer in last.items():
-            wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
-            keys[kind] = layer.keys[:, :, used], layer.values[:, :, used]
-            masks[kind] = window.mask(layer.size, wide, always=True)
-        return keys, masks
 
     def _logits(self, state_B1A: Tensor) -> Tensor:
         """Return logits (B, 1, V). With centroids, tokens outside the best ones get minus infinity."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,17 +114,15 @@ class SamplingRows:
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+        column = partial(torch.tensor, device=device)
         settings = [one if one.temperature > 0.0 else Sampling(seed=one.seed) for one in settings]
         return cls(
-            temperature_B=column([one.temperature or 1.0 for one in settings], torch.float32),
-            is_greedy_B=column([one.temperature == 0.0 for one in settings], torch.bool),
-            top_k_B=column([one.top_k for one in settings], torch.int64),
-            top_p_tail_B=column([1.0 - one.top_p for one in settings], torch.float32),
-            min_p_B=column([one.min_p for one in settings], torch.float32),
-            seed_B=column([one.seed for one in settings], torch.int64),
+            temperature_B=column([one.temperature or 1.0 for one in settings], dtype=torch.float32),
+            is_greedy_B=column([one.temperature == 0.0 for one in settings], dtype=torch.bool),
+            top_k_B=column([one.top_k for one in settings], dtype=torch.int64),
+            top_p_tail_B=column([1.0 - one.top_p for one in settings], dtype=torch.float32),
+            min_p_B=column([one.min_p for one in settings], dtype=torch.float32),
+            seed_B=column([one.seed for one in settings], dtype=torch.int64),
             any_sampled=any(one.temperature > 0.0 for one in settings),
             any_greedy=any(one.temperature == 0.0 for one in settings),
             any_top=any(one.top_k > 0 or one.top_p < 1.0 for one in settings),

@@ -7,7 +7,6 @@ no record if llama.cpp has no graph for its head.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -287,9 +286,7 @@ _COMMAND = GgufHead(
         "attention.sliding_window_pattern": of_kind(_SLIDING),
         "rope.dimension_count": whole("head_dim"),
         "rope.scaling.type": always("none"),
-        "leading_dense_block_count": lambda config: len(
-            list(itertools.takewhile(lambda kind: kind == "dense", config["mlp_layer_types"]))
-        ),
+        "leading_dense_block_count": lambda config: [*config["mlp_layer_types"], "sparse"].index("sparse"),
         "expert_feed_forward_length": whole("intermediate_size"),
         "expert_shared_count": _if_shared(whole("num_shared_experts")),
         "expert_shared_feed_forward_length": _if_shared(product("intermediate_size", "num_shared_experts")),

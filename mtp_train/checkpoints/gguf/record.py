@@ -197,16 +197,15 @@ def _rope_type(of: str) -> Field:
 
 
 def rope_scaling(of: str) -> Mapping[str, Field]:
+    yarn = partial(rope_value, kinds=("yarn",), of=of)
     return {
         "rope.scaling.type": _rope_type(of),
         "rope.scaling.factor": rope_value("factor", kinds=("linear", "yarn"), of=of),
-        "rope.scaling.original_context_length": rope_value(
-            "original_max_position_embeddings", kinds=("yarn",), of=of, kind=int
-        ),
-        "rope.scaling.yarn_ext_factor": rope_value("extrapolation_factor", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_attn_factor": rope_value("attention_factor", "attn_factor", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_beta_fast": rope_value("beta_fast", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_beta_slow": rope_value("beta_slow", kinds=("yarn",), of=of),
+        "rope.scaling.original_context_length": yarn("original_max_position_embeddings", kind=int),
+        "rope.scaling.yarn_ext_factor": yarn("extrapolation_factor"),
+        "rope.scaling.yarn_attn_factor": yarn("attention_factor", "attn_factor"),
+        "rope.scaling.yarn_beta_fast": yarn("beta_fast"),
+        "rope.scaling.yarn_beta_slow": yarn("beta_slow"),
     }
 
 

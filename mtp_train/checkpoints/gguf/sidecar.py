@@ -32,9 +32,9 @@ from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Types that the gguf package writes. K-quants are llama-quantize's: it takes the file of a head alone."""
-_CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.I64: "int64"}
-"""Of the types that a file holds as numbers; of others it holds bytes."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+# Texts of control tokens without the special flag, by the rule of llama.cpp's converter.
+_CONTROL = re.compile(r"(?s:<\|(?:.*\|)?>|<\uff5c(?:.*\uff5c)?>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\])")
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
 _FULL_PRECISION = (
@@ -62,7 +62,11 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, record.arch)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)
-    _add_fields(writer, record, tensors, config)
+    blocks = {tensor.key.split(".")[1] for tensor in tensors if tensor.key.startswith("blk.")}
+    writer.add_block_count(int(config["num_hidden_layers"]) + len(blocks))
+    writer.add_nextn_predict_layers(len(blocks))
+    for name, field in record.fields.items():
+        add_value(writer, f"{record.arch}.{name}", field({**config, NUM_MODULES: len(blocks)}))
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
@@ -80,7 +84,11 @@ def write_tensors(
         if isinstance(one, ReaderTensor):
             writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, raw_dtype=one.tensor_type)
         else:
-            _add_info(writer, one, kind)
+            stored = stored_type(one, kind)
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[stored]
+            num_bytes = math.prod(one.shape) // block_size * block_bytes
+            # With any dtype but uint8 the writer takes the shape as it is.
+            writer.add_tensor_info(one.key, one.shape, np.dtype("float32"), num_bytes, raw_dtype=stored)
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -94,13 +102,6 @@ def write_tensors(
             os.fsync(handle.fileno())
 
 
-def _add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
-    stored = stored_type(tensor, kind)
-    dtype = np.dtype(_CONTAINERS.get(stored, "uint8"))
-    shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
-    writer.add_tensor_info(tensor.key, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
-
-
 def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill blocks."""
     if tensor.dtype == "I64":
@@ -110,16 +111,6 @@ def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
         return Stored.F32
     wanted = Stored[kind.upper()]
     return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Stored.F16
-
-
-def _add_fields(
-    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[PendingTensor], config: Mapping[str, Any]
-) -> None:
-    blocks = {tensor.key.split(".")[1] for tensor in tensors if tensor.key.startswith("blk.")}
-    writer.add_block_count(int(config["num_hidden_layers"]) + len(blocks))
-    writer.add_nextn_predict_layers(len(blocks))
-    for name, field in record.fields.items():
-        add_value(writer, f"{record.arch}.{name}", field({**config, NUM_MODULES: len(blocks)}))
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Value | None) -> None:
@@ -176,16 +167,11 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: 
     writer.add_token_types(kinds)
     of_family = {kind: added[text] for kind, text in record.special_tokens.items() if text in added}
     special.special_token_ids = of_family | special.special_token_ids
-    for kind in ("bos", "eos") if _is_byte_level(path) else ():
-        # gguf 0.19 omits these fields; llama.cpp's own copy of gguf writes them.
-        special.add_special_token.setdefault(kind, False)
+    last_step = read_json(path / "tokenizer.json").get("post_processor") or {}
+    if any(step.get("type") == "ByteLevel" for step in last_step.get("processors", [last_step])):
+        # It adds no tokens at either end. gguf 0.19 omits these fields; llama.cpp's own copy of gguf writes them.
+        special.add_special_token = {"bos": False, "eos": False, **special.add_special_token}
     special.add_to_gguf(writer, quiet=True)
-
-
-def _is_byte_level(path: Path) -> bool:
-    """Return whether the tokenizer's post-processor is byte-level, which adds no tokens at either end."""
-    step = read_json(path / "tokenizer.json").get("post_processor") or {}
-    return any(one.get("type") == "ByteLevel" for one in step.get("processors", [step]))
 
 
 def _entry(tokenizer: Any, text: str | None, number: int, added: dict[str, int]) -> tuple[str, int]:
@@ -198,16 +184,9 @@ def _entry(tokenizer: Any, text: str | None, number: int, added: dict[str, int])
     if not token.normalized:
         # llama.cpp searches added tokens in normalised text.
         text = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-    if token.special or _looks_special(text):
+    if token.special or _CONTROL.fullmatch(text):
         return text, gguf.TokenType.CONTROL
     return text.replace("\u2581", " "), gguf.TokenType.USER_DEFINED
-
-
-def _looks_special(text: str) -> bool:
-    """Return whether a token without the special flag is a control token, by the rule of llama.cpp's converter."""
-    marks = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
-    marked = any(text.startswith(left) and text.endswith(right) for left, right in marks)
-    return marked or text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
 def gguf_tensors(

@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import key_rules
-from mtp_train.families.spec import Family, HeadLayer, RawConfig
+from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
 
 class EagleModule(Block):
@@ -41,21 +40,18 @@ def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx:
     return layer
 
 
-def _serving_eagle(trunk: str) -> Mapping[str, EngineSupport]:
-    return {
-        "vllm": llama.in_vllm("eagle") if trunk in llama.LAST_STATES_IN_VLLM else llama.UNVERIFIED,
-        "sglang": llama.in_sglang("EAGLE") if trunk in llama.LAST_STATES_IN_SGLANG else llama.UNVERIFIED,
-        "llama.cpp": llama.NO_EAGLE,
-        "transformers": llama.NO_EAGLE,
-    }
-
-
 EAGLE = DraftParts(
     prefixes=("fc.", "layers."),
     rules=key_rules("", {"fc.weight": "proj.weight", "layers.{module}.{rest}": "layer.{rest}"}),
     module=EagleModule,
     layer=llama.draft_layer(build_layer=_without_input_norm),
-    serving=_serving_eagle,
+    wiring=Wiring(final_norm=False),
+    serving={
+        "vllm": (llama.in_vllm("eagle"), llama.LAST_STATES_IN_VLLM),
+        "sglang": (llama.in_sglang("EAGLE"), llama.LAST_STATES_IN_SGLANG),
+    },
+    other_trunks=llama.UNVERIFIED,
+    other_engines=llama.NO_EAGLE,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
         written_as=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
@@ -69,7 +65,6 @@ EAGLE = DraftParts(
 
 
 _NUM_STATES = 3
-_NO_STATES = no("does not pass the states between this model's layers to a head")
 _IN_LLAMA_CPP = EngineSupport(
     True,
     "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
@@ -162,15 +157,6 @@ def _config(
     }
 
 
-def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    return {
-        "vllm": llama.in_vllm("eagle3") if trunk in llama.STATES_IN_VLLM else _NO_STATES,
-        "sglang": llama.in_sglang("EAGLE3") if trunk in llama.STATES_IN_SGLANG else _NO_STATES,
-        "llama.cpp": _IN_LLAMA_CPP if trunk in llama.STATES_IN_LLAMA_CPP else _NO_STATES,
-        "transformers": llama.NO_EAGLE,
-    }
-
-
 EAGLE3 = DraftParts(
     prefixes=("fc.", "midlayer.", "norm."),
     rules=key_rules(
@@ -178,10 +164,14 @@ EAGLE3 = DraftParts(
     ),
     module=Eagle3Module,
     layer=llama.draft_layer(build_layer=_reading_two),
-    convention=Convention(hidden="of_layers", recycle="before_final_norm"),
-    final_norm=True,
-    trunk_layers=_trunk_layers,
-    serving=_serving,
+    wiring=Wiring(trunk_layers=_trunk_layers, default=Convention(hidden="of_layers", recycle="before_final_norm")),
+    serving={
+        "vllm": (llama.in_vllm("eagle3"), llama.STATES_IN_VLLM),
+        "sglang": (llama.in_sglang("EAGLE3"), llama.STATES_IN_SGLANG),
+        "llama.cpp": (_IN_LLAMA_CPP, llama.STATES_IN_LLAMA_CPP),
+    },
+    other_trunks=no("does not pass the states between this model's layers to a head"),
+    other_engines=llama.NO_EAGLE,
     format=DraftFormat(
         written_as=("LlamaForCausalLMEagle3",),
         read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),

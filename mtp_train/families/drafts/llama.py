@@ -41,36 +41,28 @@ def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
     """Return the config of Llama layers with the trunk's sizes and rotary base, and full attention."""
     fields = text_config.to_dict()
     heads = text_config.num_attention_heads
+    rope = fields.get("rope_parameters") or {}
+    # Layer types may have different rotary bases.
+    rope = rope.get("full_attention", rope)
+    width = fields.get("intermediate_size")
     return LlamaConfig(
         vocab_size=text_config.vocab_size,
         hidden_size=text_config.hidden_size,
-        intermediate_size=_intermediate_size(fields),
+        # For a mixture of experts, the total width of the experts that one token uses.
+        intermediate_size=width or fields["moe_intermediate_size"] * (fields["num_experts_per_tok"] + 1),
         num_hidden_layers=num_modules,
         num_attention_heads=heads,
         num_key_value_heads=text_config.num_key_value_heads,
         head_dim=fields.get("head_dim") or text_config.hidden_size // heads,
         max_position_embeddings=text_config.max_position_embeddings,
         rms_norm_eps=fields.get("rms_norm_eps") or 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": _rope_theta(fields)},
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta") or 10000.0)},
         initializer_range=text_config.initializer_range,
     )
 
 
 draft_layer = partial(HeadLayer, "llama", "Llama", config=llama_config)
 """The layer of a head with the sizes and the rotary base of its trunk; takes further fields of ``HeadLayer``."""
-
-
-def _intermediate_size(fields: Mapping[str, Any]) -> int:
-    """Return the MLP's width; for a mixture of experts, the total width of the experts that one token uses."""
-    size = fields.get("intermediate_size")
-    return int(size or fields["moe_intermediate_size"] * (fields["num_experts_per_tok"] + 1))
-
-
-def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """Return the rotary base of the trunk, or of its full attention if layer types have different ones."""
-    rope = fields.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta") or 10000.0)
 
 
 def draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +12,9 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import Convention, EngineSupport, no, remarked
+from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.layouts import key_rules
-from mtp_train.families.spec import Family, HeadLayer, RawConfig
-
-_NO_MEDUSA = no("has no Medusa")
+from mtp_train.families.spec import Family, RawConfig, Wiring
 
 
 class ResidualBlock(nn.Module):
@@ -44,10 +41,6 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _residual(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return ResidualBlock(config.hidden_size)
-
-
 def _config(
     layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
 ) -> dict[str, Any]:
@@ -62,19 +55,15 @@ def _config(
     }
 
 
-def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    in_0_32 = remarked(in_vllm("medusa"), "  # vLLM 0.32; 0.33 has no Medusa")
-    vllm = in_0_32 if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
-    return {"vllm": vllm, "sglang": _NO_MEDUSA, "llama.cpp": _NO_MEDUSA, "transformers": _NO_MEDUSA}
-
-
 MEDUSA = DraftParts(
     prefixes=("blocks.",),
     rules=key_rules("blocks.", {"{module}.layers.0.{rest}": "layer.linear.{rest}"}),
     module=MedusaModule,
-    layer=draft_layer(build_layer=_residual, rotary=None),
-    convention=Convention(recycle="trunk"),
-    serving=_serving,
+    layer=draft_layer(build_layer=lambda classes, config, layer_idx: ResidualBlock(config.hidden_size), rotary=None),
+    wiring=Wiring(final_norm=False, default=Convention(recycle="trunk")),
+    serving={"vllm": (remarked(in_vllm("medusa"), "  # vLLM 0.32; 0.33 has no Medusa"), LAST_STATES_IN_VLLM)},
+    other_trunks=UNVERIFIED,
+    other_engines=no("has no Medusa"),
     format=DraftFormat(
         written_as=("MedusaModel",),
         config=_config,

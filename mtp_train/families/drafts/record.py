@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, complete
+from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
 from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
 
@@ -90,14 +90,15 @@ class DraftParts:
     module: Callable[[Family, PretrainedConfig, int], Block]
     """The family's record, the config of the head's layers and the number of the module to the module."""
     layer: HeadLayer
-    convention: Convention = field(default_factory=Convention)
-    final_norm: bool = False
-    """Whether a norm stands in front of the lm_head."""
-    trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda text_config: ()
-    """Text config to the trunk's layers whose input the head reads. Empty: the head reads the last hidden state."""
-    serving: Callable[[str], Mapping[str, EngineSupport]]
-    """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
+    wiring: Wiring
+    """Without conventions: every engine wires the head by the default."""
+    serving: Mapping[str, tuple[EngineSupport, Collection[str]]]
+    """Engine to its entry, and the trunks for which it holds: names of families, and model types of wrappers. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
+    other_trunks: EngineSupport
+    """The entry of these engines for all other trunks."""
+    other_engines: EngineSupport
+    """The entry of the engines that are not in ``serving``."""
     format: DraftFormat
 
 
@@ -141,7 +142,9 @@ def draft_engines(kind: str, trunk: str) -> Mapping[str, EngineSupport]:
     Args:
         trunk: The family's name, or the wrapper's model type for a trunk inside of a vision-language model.
     """
-    return complete(parts_of(find_head_kind(kind)).serving(trunk))
+    parts = parts_of(find_head_kind(kind))
+    served = {engine: one if trunk in trunks else parts.other_trunks for engine, (one, trunks) in parts.serving.items()}
+    return complete({**dict.fromkeys((*_SERVERS, "transformers"), parts.other_engines), **served})
 
 
 def serves_draft_vocab(kind: str) -> bool:
@@ -171,14 +174,9 @@ def of_kind(family: Family, kind: str) -> Family:
         title=f"{found.title} for {family.title}",
         declaration=Declaration(count=None),
         keys=replace(
-            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared=(), num_sublayers=lambda config: 1
+            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared={}, num_sublayers=lambda config: 1
         ),
-        wiring=Wiring(
-            final_norm=parts.final_norm,
-            trunk_layers=parts.trunk_layers,
-            default=parts.convention,
-            conventions=dict.fromkeys(_SERVERS, parts.convention),
-        ),
+        wiring=replace(parts.wiring, conventions=dict.fromkeys(_SERVERS, parts.wiring.default)),
         layer=parts.layer,
         engines=draft_engines(kind, family.wrapper or family.name),
     )

@@ -43,8 +43,9 @@ def _all_entries(
 ) -> tuple[Tensor, Tensor]:
     """Return a layer's entries, (B, 1, E, X), and the mask of entries that each token attends to, bool (B, 1, T, E)."""
     entries_BEX = _compressed(compressor, "compressor", hidden_BTD, cache.layers[layer_idx])
-    seen_BTE = _full(positions_BT, compressor.compress_rate, entries_BEX.shape[1])
-    return entries_BEX[:, None], seen_BTE[:, None]
+    numbers_E = torch.arange(entries_BEX.shape[1], device=positions_BT.device)
+    num_complete_BT = (positions_BT + 1) // compressor.compress_rate
+    return entries_BEX[:, None], (numbers_E < num_complete_BT[..., None])[:, None]
 
 
 def _chosen_entries(
@@ -59,12 +60,6 @@ def _chosen_entries(
     scores_B1TE = indexer.scorer(query_BTHX, keys_BEX, hidden_BTD)[:, None].masked_fill(~seen_B1TE, -torch.inf)
     chosen_B1TK = scores_B1TE.topk(min(indexer.index_topk, keys_BEX.shape[1]), dim=-1).indices
     return entries_B1EX, seen_B1TE & torch.zeros_like(seen_B1TE).scatter(-1, chosen_B1TK, True)
-
-
-def _full(positions_BT: Tensor, group_size: int, num_entries: int) -> Tensor:
-    """Return the mask of groups that are complete at each token: bool (B, T, E)."""
-    numbers_E = torch.arange(num_entries, device=positions_BT.device)
-    return numbers_E < ((positions_BT + 1) // group_size)[..., None]
 
 
 def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: Any) -> Tensor:

@@ -12,7 +12,7 @@ Shapes: B rows, T queries, S keys, N keys of a pool, P pools, X width of a pool'
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +33,10 @@ class Pools(NamedTuple):
     """Cache slots of each pool's keys, oldest first; -1 if there is no pool."""
 
 
-@runtime_checkable
-class PoolStore(Protocol):
-    """The part of a layer's cache that belongs to the indexer."""
-
-    def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Store new tokens' inputs; return the inputs of the last ``size`` tokens at each token, and their slots.
-
-        Returns:
-            Inputs, (B, T, N, X), and slots, (B, T, N). Values before the start of a text are arbitrary.
-        """
-
-    def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
-        """Store the pool that ends with each new token if its number is at least 0; return all pools."""
-
-
 class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
     """Cache of keys and pools in an unroll, with the depths one after the other.
+
+    The decoder's ``IndexedStore`` (``mtp_inference/cache/model_cache.py``) has the same two methods.
 
     Args:
         place_BT: int, number of depth-1 rows before each row in its document.
@@ -61,6 +48,11 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
         self._num_slots = 0
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Store new tokens' inputs; return the inputs of the last ``size`` tokens at each token, and their slots.
+
+        Returns:
+            Inputs, (B, T, N, X), and slots, (B, T, N). Values before the start of a text are arbitrary.
+        """
         num_tokens = inputs_BTX.shape[1]
         slots_T = torch.arange(num_tokens, device=inputs_BTX.device) + self._num_slots
         self._num_slots += num_tokens
@@ -70,6 +62,7 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
         return inputs_BTNX, slots_BTN1[..., 0]
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
+        """Store the pool that ends with each new token if its number is at least 0; return all pools."""
         is_pool_BT = number_BT >= 0
         new = new._replace(slots_BPN=new.slots_BPN.masked_fill(~is_pool_BT[..., None], -1))
         # Only one token in N ends a pool: keep those alone, or N times as many pools would be scored.
@@ -82,27 +75,21 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
 
 
 class PoolIndexer:
-    """The selection described above; :func:`choose_pools` makes a layer's indexer of transformers inherit from it."""
+    """The selection described above; :func:`choose_pools` makes a layer's indexer of transformers inherit from it.
 
-    layer_idx: int
-
-    def pooled(self, inputs_BTNX: Tensor) -> Tensor:
-        """Return one key for each N inputs (oldest first). Shape (B, T, X)."""
-        raise NotImplementedError
-
-    def scores(self, query: Any, keys_BPX: Tensor) -> Tensor:
-        """Return the score of each pool for each query, masked pools included. Shape (B, T, P)."""
-        raise NotImplementedError
+    A subclass has two methods. ``pooled`` returns one key, (B, T, X), for each N inputs (oldest first). ``scores``
+    returns the score of each pool for each query, (B, T, P), masked pools included.
+    """
 
     def chosen(
-        self, inputs_BTX: Tensor, query: Any, seen_BTS: Tensor, cache: Cache | None, *, size: int, num_keys: int
+        self: Any, inputs_BTX: Tensor, query: Any, seen_BTS: Tensor, cache: Cache | None, *, size: int, num_keys: int
     ) -> tuple[Tensor, Tensor]:
         """Return the slots of the keys that each query attends to.
 
         Args:
             inputs_BTX: Inputs of the new tokens' pools.
             seen_BTS: bool, True where a query may attend to a key.
-            cache: Cache whose layer is a :class:`PoolStore`; None without earlier tokens.
+            cache: Cache whose layer stores pools as :class:`UnrolledPools` does; None without earlier tokens.
 
         Returns:
             Slots of the best pools' keys, (B, T, num_keys), and of the incomplete pool's keys, (B, T, N); -1 for none.
@@ -116,22 +103,16 @@ class PoolIndexer:
         pools = store.write_pools(Pools(self.pooled(inputs_BTNX), ending_BTN), number_BT)
         age_N = torch.arange(size - 1, -1, -1, device=place_BT.device)
         rest_BTN = ending_BTN.masked_fill(age_N >= num_left_BT[..., None], -1)
-        return _best(pools, self.scores(query, pools.keys_BPX), seen_BTS, num_keys // size), rest_BTN
-
-
-def _best(pools: Pools, scores_BTP: Tensor, seen_BTS: Tensor, num_chosen: int) -> Tensor:
-    """Return the slots of the best pools' keys, (B, T, num_chosen * N), -1 for none.
-
-    A query may attend to a pool if it may attend to the pool's last key.
-    """
-    last_BP, num_keys = pools.slots_BPN[..., -1], seen_BTS.shape[-1]
-    there_B1P = ((last_BP >= 0) & (last_BP < num_keys))[:, None]
-    seen_BTP = seen_BTS.gather(-1, last_BP.clamp(0, num_keys - 1)[:, None].expand_as(scores_BTP)) & there_B1P
-    scores_BTP = scores_BTP.masked_fill(~seen_BTP, torch.finfo(scores_BTP.dtype).min)
-    best_BTK = scores_BTP.topk(min(num_chosen, scores_BTP.shape[-1]), dim=-1).indices
-    rows_B11 = torch.arange(len(best_BTK), device=best_BTK.device)[:, None, None]
-    slots_BTKN = pools.slots_BPN[rows_B11, best_BTK].masked_fill(~seen_BTP.gather(-1, best_BTK)[..., None], -1)
-    return slots_BTKN.flatten(2)
+        scores_BTP = self.scores(query, pools.keys_BPX)
+        last_BP, num_slots = pools.slots_BPN[..., -1], seen_BTS.shape[-1]
+        # A query may attend to a pool if it may attend to the pool's last key.
+        there_B1P = ((last_BP >= 0) & (last_BP < num_slots))[:, None]
+        seen_BTP = seen_BTS.gather(-1, last_BP.clamp(0, num_slots - 1)[:, None].expand_as(scores_BTP)) & there_B1P
+        scores_BTP = scores_BTP.masked_fill(~seen_BTP, torch.finfo(scores_BTP.dtype).min)
+        best_BTK = scores_BTP.topk(min(num_keys // size, scores_BTP.shape[-1]), dim=-1).indices
+        rows_B11 = torch.arange(len(best_BTK), device=best_BTK.device)[:, None, None]
+        slots_BTKN = pools.slots_BPN[rows_B11, best_BTK].masked_fill(~seen_BTP.gather(-1, best_BTK)[..., None], -1)
+        return slots_BTKN.flatten(2), rest_BTN
 
 
 class GatedPools(PoolIndexer):
@@ -194,7 +175,7 @@ class AveragedPools(PoolIndexer):
             attention_mask: (B, 1, T, S), True (or 0) where a query may attend to a key.
             cache: See :meth:`PoolIndexer.chosen`; with a cache of transformers its own indexer runs.
         """
-        if cache is not None and not isinstance(cache.layers[self.layer_idx], PoolStore):
+        if cache is not None and not hasattr(cache.layers[self.layer_idx], "write_pools"):
             return super().forward(hidden_states, position_embeddings, attention_mask, cache)  # type: ignore[misc]
         seen_BTS = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
         width = self.index_n_heads * self.index_head_dim

@@ -28,7 +28,6 @@ from mtp_train.families.spec import (
     Family,
     HeadLayer,
     Keys,
-    SharedKey,
     Streams,
     TrunkTraits,
     Wiring,
@@ -181,7 +180,7 @@ DOTS3_NOTE = Family(
         head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
         rules=layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"})
         + layouts.after_the_trunk().rules,
-        shared=REPEATED_AFTER_THE_TRUNK[1:],
+        shared=layouts.LM_HEAD_AFTER_THE_TRUNK,
     ),
     wiring=replace(_ZERO_FIRST_IN_VLLM, own_embedding=True),
     layer=HeadLayer(
@@ -290,10 +289,7 @@ DEEPSEEK_V4 = Family(
                 **layouts.weights(_DEEPSEEK_V4_LAYER, "layer."),
             },
         ),
-        shared=(
-            SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
-            SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
-        ),
+        shared={f"{_MODULE}emb.tok_emb.weight": "embed.weight", f"{_MODULE}head.weight": "head.weight"},
         trunk_rules=layouts.key_rules(
             AFTER_THE_TRUNK,
             layouts.weights(_DEEPSEEK_V4_LAYER | _DEEPSEEK_V4_COMPRESSOR | _DEEPSEEK_V4_EXPERTS, "layer."),

@@ -62,11 +62,6 @@ def _full_attention(text_config: PretrainedConfig, num_modules: int) -> Pretrain
     return config(text_config, num_modules)
 
 
-def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
-    return layouts.full(layouts.with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
-
-
 def attached(
     model_type: str,
     title: str,
@@ -85,24 +80,19 @@ def attached(
         config: ``HeadLayer.config``.
         **parts: Further fields of :class:`Family`. Without ``engines``, transformers alone loads the head.
     """
+    stored = {"declaration": _DECLARATION, "keys": layouts.beside_the_trunk(), "engines": _TRANSFORMERS_ONLY}
+    layer = HeadLayer(model or model_type, prefix, config=config)
     return Family(
-        name=model_type,
-        title=title,
-        model_types=(model_type,),
-        attached=True,
-        declaration=_DECLARATION,
-        layer=HeadLayer(model or model_type, prefix, config=config),
-        **{"keys": layouts.beside_the_trunk(), "engines": _TRANSFORMERS_ONLY, **parts},
+        name=model_type, title=title, model_types=(model_type,), attached=True, **{**stored, "layer": layer, **parts}
     )
 
 
 # vLLM and SGLang load the head because of the architecture's name. The model type stays, so that transformers still
 # loads the trunk. vLLM reads the state before the trunk's final norm, SGLang the state after it.
-QWEN2 = Family(
-    name="qwen2",
-    title="Qwen2 / Qwen2.5",
-    model_types=("qwen2",),
-    attached=True,
+QWEN2 = attached(
+    "qwen2",
+    "Qwen2 / Qwen2.5",
+    "Qwen2",
     declaration=replace(MIMO.declaration, beside={"architectures": ["MiMoForCausalLM"]}, others=("architectures",)),
     keys=MIMO.keys,
     wiring=replace(MIMO.wiring, default=MIMO.wiring.conventions["vllm"]),
@@ -206,7 +196,10 @@ SMOLLM3 = attached(
     "smollm3",
     "SmolLM3",
     "SmolLM3",
-    config=_rotated,
+    # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
+    config=lambda config, num_modules: layouts.full(
+        layouts.with_layers(config, num_modules, no_rope_layers=[1] * num_modules), num_modules
+    ),
     trunk=TrunkTraits(layer_kinds="no_rope_layers"),
 )
 
@@ -281,11 +274,11 @@ def _always_rotate(layer: Any) -> None:
     layer.self_attn.force_rope = True
 
 
-COHERE2_MOE = Family(
-    name="cohere2_moe",
-    title="Command A+ / North",
-    model_types=("cohere2_moe",),
-    attached=True,
+COHERE2_MOE = attached(
+    "cohere2_moe",
+    "Command A+ / North",
+    "Cohere2Moe",
+    declaration=Declaration(),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=Wiring(conventions={"llama.cpp": Convention()}),
     layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, prepare=_always_rotate),

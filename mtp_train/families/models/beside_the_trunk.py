@@ -34,7 +34,6 @@ from mtp_train.families.spec import (
     Keys,
     RawConfig,
     RecurrentKernels,
-    SharedKey,
     Streams,
     TrunkClass,
     TrunkTraits,
@@ -163,12 +162,6 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
     return layouts.dense_sliding(layouts.with_layers(text_config, num_modules, sliding_window=window), num_modules)
 
 
-def _as_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # As in vLLM: the types of the trunk's first layers. In releases these are sliding, and only sliding layers use
-    # rotary embeddings.
-    return layouts.with_layers(text_config, num_modules, layer_types=text_config.layer_types[:num_modules])
-
-
 EXAONE_MOE = Family(
     name="exaone_moe",
     title="K-EXAONE",
@@ -191,7 +184,15 @@ EXAONE4_5 = Family(
     ),
     keys=layouts.beside_the_trunk(trunk_prefixes=("model.language_model.",)),
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer("exaone4", "Exaone4", config=_as_the_first),
+    layer=HeadLayer(
+        "exaone4",
+        "Exaone4",
+        # As in vLLM: the types of the trunk's first layers. In releases these are sliding, and only sliding layers use
+        # rotary embeddings.
+        config=lambda config, num_modules: layouts.with_layers(
+            config, num_modules, layer_types=config.layer_types[:num_modules]
+        ),
+    ),
     trunk=TrunkTraits(only_with_vision=True),
     engines={"sglang": no("has no class for this model"), "llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
@@ -225,10 +226,6 @@ MELLUM = Family(
 )
 
 
-def _never_sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return layouts.with_layers(text_config, num_modules, moe_layer_start_index=num_modules)
-
-
 ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     title="ERNIE-4.5 MoE",
@@ -252,14 +249,14 @@ ERNIE4_5_MOE = Family(
         default=engines.ZERO_FIRST,
         conventions={"vllm": engines.ZERO_FIRST, "sglang": engines.ZERO_FIRST},
     ),
-    layer=HeadLayer("ernie4_5_moe", "Ernie4_5_Moe", config=_never_sparse),
+    layer=HeadLayer(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        # No layer of the head is sparse.
+        config=lambda config, num_modules: layouts.with_layers(config, num_modules, moe_layer_start_index=num_modules),
+    ),
     engines={"llama.cpp": no("its converter drops this head")},
 )
-
-
-def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # One layer of the trunk counts as two.
-    return layouts.with_layers(text_config, 2 * num_modules)
 
 
 @contextmanager
@@ -306,13 +303,14 @@ LONGCAT_FLASH = Family(
                 "layers.{module}.{rest}": "layer.{rest}",
             },
         ),
-        shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
+        shared={"model.mtp.embed_tokens.weight": "{trunk}embed_tokens.weight"},
     ),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer(
         "longcat_flash",
         "LongcatFlash",
-        config=_two_for_one,
+        # One layer of the trunk counts as two.
+        config=lambda config, num_modules: layouts.with_layers(config, 2 * num_modules),
         build_layer=layouts.attention_then_mlp("MLA", "MLP"),
     ),
     trunk=TrunkTraits(loading=_without_idle_gates),
@@ -463,10 +461,6 @@ def _num_sublayers(text_config: RawConfig) -> int:
     return next((len(text_config[field]) for field in _PATTERN if text_config.get(field)), 2)
 
 
-def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return layouts.with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
-
-
 class _LayersInTurn(nn.Module):
     """Several layers that run one after the other as one layer; none of them takes position embeddings."""
 
@@ -479,10 +473,6 @@ class _LayersInTurn(nn.Module):
         for layer in self.layers:
             hidden_states = layer(hidden_states, **of_layers)
         return hidden_states
-
-
-def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return _LayersInTurn([classes.stock_layer(config, number) for number in range(len(config.layers_block_type))])
 
 
 def _unlimited_time_steps(decoder: Any) -> None:
@@ -525,10 +515,14 @@ NEMOTRON_H = Family(
     layer=HeadLayer(
         "nemotron_h",
         "NemotronH",
-        config=_head_layer_config,
+        config=lambda config, num_modules: layouts.with_layers(
+            config, num_modules, layers_block_type=list(config.mtp_layers_block_type)
+        ),
         layer="Block",
         rotary=None,
-        build_layer=_build_layer,
+        build_layer=lambda classes, config, layer_idx: _LayersInTurn(
+            [classes.stock_layer(config, number) for number in range(len(config.layers_block_type))]
+        ),
     ),
     trunk=TrunkTraits(
         final_norm="norm_f",

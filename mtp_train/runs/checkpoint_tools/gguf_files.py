@@ -59,8 +59,9 @@ def graft_gguf_command(file: Path) -> str:
 
 def stored_types(tensors: Iterable[ReaderTensor]) -> str:
     """Return the types of tensors, the most frequent first."""
-    counts = Counter(one.tensor_type.name for one in tensors)
-    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+    return ", ".join(
+        f"{name} ({count})" for name, count in Counter(one.tensor_type.name for one in tensors).most_common()
+    )
 
 
 def heads_beside(model: GgufModel) -> tuple[str, ...]:
@@ -170,8 +171,10 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     require_finite_checkpoint(donor, progress)
     require_trained_head(donor)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
-        told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
-        progress.console.print(told, highlight=False)
+        progress.console.print(
+            f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}.",
+            highlight=False,
+        )
     layout = layout_of(donor)
     tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
     modules = diagnosis.present_modules

@@ -175,10 +175,9 @@ class Inspection(Shown):
     def to_json(self) -> dict[str, Any]:
         found = super().to_json() | {"stale": self.stale}
         head, trunk = found.pop("head"), found.pop("trunk")
-        of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
             **found,
-            **{name: head[name] for name in of_head},
+            **{name: head[name] for name in ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)},
             **{f"trunk_{name}": trunk[name] for name in _KEYS},
         }
 
@@ -268,8 +267,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
-            theirs = layout_of(base)
-            difference = difference or compare_heads(checkpoint, layout, base, theirs, norm_value(checkpoint))
+            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base), norm_value(checkpoint))
     problems = (*trunk.problems, *_not_finite(files["non_finite_keys"]), *_adapter_problems(checkpoint))
     if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
         initial |= {"norms"}
@@ -365,8 +363,9 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
     if found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
-        depth = block if isinstance(block, int) else SUGGESTED_DEPTH
-        return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
+        return engine_commands(
+            complete(DSPARK), str(checkpoint.path), block if isinstance(block, int) else SUGGESTED_DEPTH
+        )
     if found.status != "healthy":
         reason = {
             "undeclared": "no: the head is there but config.json does not declare it"
@@ -396,8 +395,10 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     if beside and checkpoint.index is None:
         found = dict.fromkeys(("vllm", "sglang"), reads.format(", ".join(beside[:3])))
     elif checkpoint.misread_keys:
-        copy = f"no: reads a copy that the index does not name: {first_of(checkpoint.misread_keys)}"
-        found = dict.fromkeys(("vllm", "sglang", "llama.cpp"), copy)
+        found = dict.fromkeys(
+            ("vllm", "sglang", "llama.cpp"),
+            f"no: reads a copy that the index does not name: {first_of(checkpoint.misread_keys)}",
+        )
     if of_model:
         found["llama.cpp"] = reads.format(", ".join(of_model[:3]))
     elif checkpoint.unlisted_keys:
@@ -448,14 +449,13 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
 
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     """Inspect a checkpoint that MLX alone reads: neither its trunk nor its head is compared."""
-    path = str(checkpoint.path)
     original = suggestions.original_of(checkpoint.path)
     return Inspection(
         **_of_files(checkpoint, None, progress),
         family=checkpoint.family.name,
         status="foreign",
         head=HeadDiagnosis(0, 0, (), (), (), ()),
-        serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
+        serves=engine_commands(complete(MLX_ALONE), str(checkpoint.path), SUGGESTED_DEPTH),
         cure=suggestions.download_command(checkpoint.path, original or "ORIGINAL"),
         runs_here="no: in MLX's layout",
         note=f"in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads: use "

@@ -78,8 +78,12 @@ class WriteResult(Shown):
         return f"Wrote {self.out}: {self.content}."
 
     def _rows(self) -> list[tuple[str, str | None]]:
-        notes = (("note", one) for one in self.notes)
-        return [("trunk", self.trunk), *notes, *serving_lines(self.serves), ("next", self.cure)]
+        return [
+            ("trunk", self.trunk),
+            *(("note", one) for one in self.notes),
+            *serving_lines(self.serves),
+            ("next", self.cure),
+        ]
 
 
 def graft(
@@ -116,8 +120,7 @@ def graft(
     link: LinkMode = "copy" if copy else "hard"
     _require_form(out, fine_tune)
     if is_gguf(fine_tune):
-        files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
-        return _in_gguf(files, fine_tune, base)
+        return _in_gguf(graft_gguf(Path(fine_tune), base, out, head, link, progress), fine_tune, base)
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
@@ -132,8 +135,9 @@ def graft(
     require_trained_head(donor)
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
-        identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
-        write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
+        write_untrained_card(
+            out, checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor), None, SUGGESTED_DEPTH
+        )
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
     notes = left_out(trunk, plan.layout)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
@@ -310,9 +314,13 @@ def _write_whole(
         serves = serves_of(out, head.family, head.num_depths, report)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
-    notes = left_out(trunk, layout_of(trunk))
-    content = f"the trunk of {trunk.path} with its head"
-    return WriteResult(out=out, content=content, trunk=equal, serves=serves, notes=notes)
+    return WriteResult(
+        out=out,
+        content=f"the trunk of {trunk.path} with its head",
+        trunk=equal,
+        serves=serves,
+        notes=left_out(trunk, layout_of(trunk)),
+    )
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
@@ -431,12 +439,17 @@ def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
     require_trained_head(checkpoint)
     layout = layout_of(checkpoint)
     head = native_head_of(checkpoint, layout, layout, take=take)
-    declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
     return Artifact(
         layout=layout,
         num_modules=diagnosis.present_modules,
         num_depths=SUGGESTED_DEPTH,
         convention="auto",
-        head=replace(head, config_fields={**head.config_fields, **declared}),
+        head=replace(
+            head,
+            config_fields={
+                **head.config_fields,
+                **checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config),
+            },
+        ),
         notes={},
     )
