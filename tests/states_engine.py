@@ -45,6 +45,8 @@ class StatesEngine:
         self.fingerprint, self.release = "vllm-0.32.0-abc", "0.32.0"
         self.computed = cache(self.compute)
         self._lock = threading.Lock()
+        self.threads = threading.enumerate()
+        """Those that ran before it."""
         directory.mkdir(exist_ok=True)
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from mtp_train.train.loop import Training, micro_batches
 from mtp_train.trunk.states import StoredStates
 from tiny import tiny_trunk
 
+T = TypeVar("T")
 WIDTH, LENGTH, AHEAD, CONCURRENCY = 4, 3, 2, 3
 DOCUMENTS = random_documents([LENGTH] * 12)
 ALL = range(len(DOCUMENTS))
@@ -73,11 +74,12 @@ class Watched(threading.Condition):
         super().__init__()
         self.paused = paused
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
         if threading.current_thread() is not threading.main_thread() and not predicate():
             self.paused.set()
-        assert super().wait_for(predicate, PATIENCE_SECONDS)
-        return True
+        found = super().wait_for(predicate, PATIENCE_SECONDS)
+        assert found
+        return found
 
 
 def states_of(text: Sequence[int]) -> Tensor:
