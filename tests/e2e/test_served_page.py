@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -57,7 +57,8 @@ def serving(command: str, log: Path, *flags: str) -> Iterator[str]:
                 signal.sigtimedwait([], 1.0)
         yield f"http://localhost:{port}/v1"
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
@@ -78,11 +79,11 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "recipes" / "served.md").read_text(encoding="utf-8")
     (init,) = re.findall(r"^mtp-train (init .*)$", page, re.M)
-    run = shlex.split(re.findall(r"^mtp-train (run .*\\\n.*)$", page, re.M)[0].replace("\\\n", ""))
+    run = shlex.split(re.findall(r"^mtp-train (run (?:.*\\\n)+.*)$", page, re.M)[0].replace("\\\n", ""))
     wanted = {"./my-355b": MODEL, "chats.jsonl": str(chats(tmp_path / "chats.jsonl"))}
     words = [wanted.get(word, word) for word in shlex.split(init)]
     base = words.index("--base")
-    assert main([*words[:base], *words[base + 2 :], "--kind", "eagle3"]) == 0
+    assert main([*words[:base], *words[base + 2 :], "--set", "head.kind=eagle3", "head.init=random"]) == 0
     small = ["data.regenerate.max_new_tokens=48", "data.seq_len_tokens=256", "train.max_steps=8"]
     small += ["train.tokens_per_step=512", "train.micro_batch_sequences=2", "head.draft_vocab=4096", "run_dir=run"]
     states = ["train.states.endpoint=http://localhost:1/v1", "gate.enabled=false"]

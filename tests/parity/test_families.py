@@ -457,7 +457,7 @@ def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> 
 @torch.no_grad()
 def drafted(module: HeadTraining) -> Tensor:
     """Return the head's states of every depth."""
-    return rows_on(module.eval().trunk, module.head, batch(), NUM_DEPTHS).student_KND
+    return rows_on(module.eval().ends, module.head, batch(), NUM_DEPTHS).student_KND
 
 
 # Export and decoding
