@@ -1,4 +1,4 @@
-"""A server of a tiny trunk's hidden states that stands in for vLLM with a hidden-states connector."""
+"""A server of hidden states that stands in for vLLM with a hidden-states connector."""
 
 from __future__ import annotations
 
@@ -6,108 +6,85 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtp_train.answers.states import StatesServer
-from mtp_train.runs import served_states
 from mtp_train.trunk.load import load_trunk
-from openai_server import Reply, Served, openai_server
+from openai_server import Reply
 from tiny import family_of
 
+Edit = Callable[[Any], Any]
+Compute = Callable[[list[int]], tuple[Tensor, list[int]]]
+"""From tokens to their states, (T, L, D), and the most probable token after each of them."""
 
-class StatesEngine:
-    """Replies with states of the trunk, in files, and with its most probable tokens.
 
-    Each text is computed alone, by hooks on the layers and the final norm of transformers' model.
+def same(value: Any) -> Any:
+    return value
+
+
+class Engine:
+    """Replies with states in files. Each edit breaks one thing.
 
     Args:
-        layers: The states before these layers are served before the last state.
+        answer: The response to a request for more than one token.
     """
 
-    def __init__(self, checkpoint: Path, family_name: str, directory: Path, layers: Sequence[int] = ()) -> None:
-        trunk = load_trunk(checkpoint, family_of(family_name), dtype="float32")
-        self.decoder, self.lm_head = trunk.decoder, trunk.causal_lm.lm_head
-        self.layers = [*layers, len(self.decoder.layers)]
-        self.norm = self.decoder.get_submodule(trunk.family.trunk.final_norm)
-        self.directory, self.numbers = directory, itertools.count()
-        self.served: Callable[[Tensor], Tensor] = lambda states_TLD: states_TLD
-        """From the states to those that are served."""
-        self.arrived: Callable[[int], Reply | None] = lambda number: None
-        """Called with the number of each request; a reply is sent in place of the states."""
-        self.fingerprint, self.release = "vllm-0.32.0-abc", "0.32.0"
-        self.computed = cache(self.compute)
-        self._lock = threading.Lock()
-        self.threads = threading.enumerate()
-        """Those that ran before it."""
+    def __init__(self, directory: Path, compute: Compute, answer: Sequence[int] = ()) -> None:
+        self.directory, self.compute, self.answer, self.numbers = directory, compute, list(answer), itertools.count()
+        self.states: Edit = same
+        self.tensors: Edit = same
+        self.reply: Edit = same
+        self.write: Callable[[dict[str, Tensor], Path], None] = save_file
+        self.fingerprints: Iterator[str | None] = itertools.repeat("vllm-0.32.0-abc")
+        self.lock = threading.Lock()
         directory.mkdir(exist_ok=True)
 
-    @torch.no_grad()
-    def compute(self, token_ids: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-        """Return the states of a text, (T, L, D), and the most probable token after each of its tokens."""
-        found: dict[int, Tensor] = {}
-        inputs = [*self.decoder.layers, self.norm]
-
-        def keep(number: int) -> Callable[..., None]:
-            def hook(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-                found[number] = (args[0] if args else kwargs["hidden_states"])[0].clone()
-
-            return hook
-
-        with ExitStack() as stack:
-            for number in self.layers:
-                handle = inputs[number].register_forward_pre_hook(keep(number), with_kwargs=True)
-                stack.callback(handle.remove)
-            last_1TD = self.decoder(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state
-        states_TLD = torch.stack([found[number] for number in self.layers], dim=1)
-        return states_TLD, self.lm_head(last_1TD)[0].argmax(-1).tolist()
-
     def __call__(self, payload: dict[str, Any]) -> Reply:
-        number = next(self.numbers)
-        instead = self.arrived(number)
-        if instead is not None:
-            return instead
-        with self._lock:
-            states_TLD, top_ids = self.computed(tuple(payload["prompt"]))
-        path = self.directory / f"{number}.safetensors"
-        tensors = {"hidden_states": self.served(states_TLD).contiguous(), "token_ids": torch.tensor(payload["prompt"])}
+        prompt, answers = payload["prompt"], payload["max_tokens"] > 1
+        token_ids = [*prompt, *self.answer[:-1]] if answers else prompt
+        path = self.directory / f"{next(self.numbers)}.safetensors"
+        with self.lock:
+            states_TLD, top_ids = self.compute(token_ids)
+        tensors = {"hidden_states": self.states(states_TLD), "token_ids": torch.tensor(token_ids)}
+        # The real connector locks a file before it replies, and leaves the lock's file there.
         path.with_name(f"{path.name}.lock").touch()
-        save_file(tensors, path)
-        choice: dict[str, Any] = {"text": "", "token_ids": top_ids[-1:], "finish_reason": "length"}
+        self.write(self.tensors(tensors), path)
+        new, reason = (self.answer, "stop") if answers else (top_ids[-1:], "length")
+        choice: dict[str, Any] = {"text": "", "token_ids": new, "finish_reason": reason}
         if "prompt_logprobs" in payload:
-            choice["prompt_logprobs"] = [None, *[{str(one): {"logprob": -0.5}} for one in top_ids[:-1]]]
+            tops = [{str(one): {"logprob": -0.5}, "0": {"logprob": -9.0}} for one in top_ids[: len(prompt) - 1]]
+            choice["prompt_logprobs"] = [None, *tops]
         document = {
             "choices": [choice],
-            "usage": {"prompt_tokens": len(payload["prompt"])},
+            "usage": {"prompt_tokens": len(prompt)},
             "kv_transfer_params": {"hidden_states_path": str(path)},
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": next(self.fingerprints),
         }
-        return Reply(body=json.dumps(document).encode())
-
-    @contextmanager
-    def serving(self) -> Iterator[Served]:
-        with openai_server(self, owner="vllm", shows={"/version": lambda: self.release}) as served:
-            yield served
-
-    @property
-    def left(self) -> list[str]:
-        """The files that no client has deleted."""
-        return sorted(path.name for path in self.directory.iterdir())
+        return Reply(body=json.dumps(self.reply(document)).encode())
 
 
-def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the client of a run try again at once."""
+def states_of(checkpoint: Path, family_name: str, layers: Sequence[int], num_fewer: int = 0) -> Compute:
+    """Return the states of a trunk: before some layers, and before the final norm or a layer above."""
+    trunk = load_trunk(checkpoint, family_of(family_name), dtype="float32")
+    decoder, found = trunk.decoder, dict[int, Tensor]()
+    inputs = [*decoder.layers, decoder.get_submodule(trunk.family.trunk.final_norm)]
+    numbers = [*layers, len(inputs) - 1 - num_fewer]
 
-    class Hasty(StatesServer):
-        def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, **named)
-            self.wait = self.endpoint.wait = lambda seconds: None
+    def keep(number: int, _: Any, args: tuple[Tensor, ...]) -> None:
+        found[number] = args[0][0].clone()
 
-    monkeypatch.setattr(served_states, "StatesServer", Hasty)
+    for number in numbers:
+        inputs[number].register_forward_pre_hook(partial(keep, number))
+
+    @torch.no_grad()
+    def compute(token_ids: list[int]) -> tuple[Tensor, list[int]]:
+        last_1TD = decoder(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state
+        top_ids = trunk.causal_lm.lm_head(last_1TD)[0].argmax(-1).tolist()
+        return torch.stack([found[number] for number in numbers], dim=1), top_ids
+
+    return compute

@@ -2,323 +2,212 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import threading
-from ast import literal_eval
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load
 
-from launching import CPU_SHARDS, DDP, FSDP2, Setup, cases, ended, head, metrics, outcome, start
-from mtp_train.checkpoints.files import read_json
+from launching import CPU_SHARDS, DDP, FSDP2, Setup, cases, head, metrics, outcome, start
+from mtp_train.answers.states import StatesServer
 from mtp_train.cli.main import main
-from mtp_train.runs import trunks
-from mtp_train.runs.served_states import PROVED_TEXTS, SERVER_FILE
+from mtp_train.runs import served_states, trunks
+from mtp_train.runs.served_states import PROVED_TEXTS
 from mtp_train.train import fetched_states, hidden_cache
-from mtp_train.trunk.load import Trunk
-from openai_server import Reply, Served
+from mtp_train.trunk.load import load_trunk
+from openai_server import Reply, ReplyFn, openai_server
 from runs import overrides_of, write_headless, write_inputs, write_recipe
-from states_engine import StatesEngine, without_waits
+from states_engine import Engine, states_of
+from tiny import family_of
 
 Capture = pytest.CaptureFixture[str]
 
 UNJUDGED: dict[str, Any] = {
     "gate__enabled": False,
     "export__enabled": False,
-    "evaluate__prompts": 1,
     "data__holdout": 0.1,
+    "evaluate__arms": ["none", "retrained"],
+    "gate__baseline": "none",
     "train__select": {"share": 0.2, "every_steps": 2},
 }
-EAGLE3: dict[str, Any] = {
-    "model__head_from": None,
-    "head__kind": "eagle3",
-    "head__init": "random",
-    "evaluate__arms": ["none", "retrained"],
-}
-AFTER_NORM = "glm4_moe"
-ONCE, EPOCHS = 4, 8
-"""Steps of less than an epoch, and of more."""
+EAGLE3: dict[str, Any] = {"model__head_from": None, "head__kind": "eagle3", "head__init": "random"}
+FAMILY = "glm4_moe"
+CLAIMED = {"recipe.yaml", "inputs.json", "provenance.json", "outcome.json", "run.log"}
 NUM_TEXTS, NUM_PROOFS = 22, 1 + PROVED_TEXTS
 CACHED: dict[str, Any] = {"train__hidden_cache": {}}
-LOGGED = ("loss", "loss_depth_1", "loss_depth_2", "held_out_tau", "held_out_tau_sampled", "held_out_overlap_depth_2")
-CLAIMED = {"recipe.yaml", "inputs.json", "provenance.json", "outcome.json", "run.log"}
-STEP_2 = Path("state", "step-00000002")
+ONLINE_OR_CACHED = pytest.mark.parametrize("settings", [{}, CACHED], ids=["online", "cached"])
 
 
 class Case(NamedTuple):
-    """A trunk, a server of its states, and the recipe of a short run on it."""
+    """The recipe of a short run, and a server of its trunk's states."""
 
     recipe: Path
-    engine: StatesEngine
-    here: dict[int, Path]
-    """The runs that compute the states themselves, by their steps."""
+    engine: Engine
 
     @property
-    def finetune(self) -> Path:
-        return self.recipe.parent / "finetune"
+    def here(self) -> Path:
+        """The run that computes the states itself."""
+        return self.recipe.with_name("here")
 
-    def words(self, run_dir: Path, served: Served | None, **settings: Any) -> list[str]:
-        """Return the arguments of a run on a server's states, if there is one."""
-        states = {} if served is None else {"train__states": {"endpoint": served.url, "concurrency": 2}}
-        overrides = overrides_of(**{"train__max_steps": ONCE, **states, **settings})
-        return [str(self.recipe), f"run_dir={run_dir}", *overrides]
+    def words(self, run_dir: Path, url: str | None, **settings: Any) -> list[str]:
+        states = {} if url is None else {"train__states": {"endpoint": url, "concurrency": 2}}
+        return [str(self.recipe), f"run_dir={run_dir}", *overrides_of(**states, **settings)]
 
-    def run(self, run_dir: Path, served: Served | None, **settings: Any) -> int:
-        return main(["run", *self.words(run_dir, served, **settings)])
+    def run(self, run_dir: Path, reply: ReplyFn, **settings: Any) -> tuple[int, list[tuple[int, ...]]]:
+        """Run on a server's states, and return the exit code and the texts that were asked for after the proof."""
+        with openai_server(reply, owner="vllm") as served:
+            code = main(["run", *self.words(run_dir, served.url, **settings)])
+        return code, [tuple(payload["prompt"]) for payload in served.payloads[NUM_PROOFS:]]
 
 
-def make_case(directory: Path, family_name: str) -> Case:
-    settings, layers = UNJUDGED, list[int]()
-    if family_name == "qwen3":
-        write_headless(directory, family_name, num_layers=8)
-        settings, layers = UNJUDGED | EAGLE3, [2, 4, 5]
-    else:
-        write_inputs(directory, family_name)
-    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run", **settings)
-    engine = StatesEngine(directory / "finetune", family_name, directory / "states", layers)
-    case = Case(recipe, engine, {steps: directory / f"here-{steps}" for steps in (ONCE, EPOCHS)})
-    for steps, run_dir in case.here.items():
-        assert case.run(run_dir, None, train__max_steps=steps) == 0
+def make_case(directory: Path, family_name: str, **settings: Any) -> Case:
+    own, layers = ({}, []) if family_name != "qwen3" else (EAGLE3, [2, 4, 5])
+    write_inputs(directory, family_name) if not own else write_headless(directory, family_name, num_layers=8)
+    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run", **UNJUDGED, **own, **settings)
+    case = Case(recipe, Engine(directory / "states", states_of(directory / "finetune", family_name, layers)))
+    assert main(["run", *case.words(case.here, None)]) == 0
     return case
-
-
-@pytest.fixture(scope="module", params=["qwen3_5", "glm4_moe", "qwen3"], ids=["before-norm", "after-norm", "eagle3"])
-def each(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("each") / "in", request.param)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("one") / "in", AFTER_NORM)
+    return make_case(tmp_path_factory.mktemp("made") / "in", FAMILY)
 
 
 @pytest.fixture
 def one(made: Case, tmp_path: Path) -> Case:
     """A case whose server a test may break."""
-    return made._replace(engine=StatesEngine(made.finetune, AFTER_NORM, tmp_path / "states"))
+    return made._replace(engine=Engine(tmp_path / "states", made.engine.compute))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing, fetch little ahead, and keep few documents in a shard."""
-    without_waits(monkeypatch)
+
+    class Hasty(StatesServer):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.wait = self.endpoint.wait = lambda seconds: None
+
+    monkeypatch.setattr(served_states, "StatesServer", Hasty)
     monkeypatch.setattr(fetched_states, "AHEAD_BYTES", 1)
     monkeypatch.setattr(hidden_cache, "SHARD_BYTES", 96 * 32 * 4)
 
 
 def assert_same_training(run_dir: Path, expected: Path) -> None:
-    found, whole = metrics(run_dir), metrics(expected)
-    assert {name for line in whole for name in line} >= {*LOGGED}
-    assert [line["step"] for line in found] == [line["step"] for line in whole]
-    for ours, theirs in zip(found, whole, strict=True):
-        figures = [[line.get(name, 0) for name in LOGGED] for line in (ours, theirs)]
-        assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+    found, whole = (
+        [[line.get(name, 0) for name in ("step", "loss", "held_out_tau_sampled")] for line in metrics(one)]
+        for one in (run_dir, expected)
+    )
+    assert found == [pytest.approx(line, rel=1e-5) for line in whole]
     torch.testing.assert_close(head(run_dir), head(expected), rtol=1e-4, atol=1e-5)
 
 
-def assert_nothing_left(engine: StatesEngine) -> None:
-    names = [one.name for one in threading.enumerate() if one not in engine.threads]
-    assert [name for name in names if "_fill" in name or "answer" in name] == []
-    assert engine.left == []
+def assert_nothing_left(engine: Engine) -> None:
+    assert not [one.name for one in threading.enumerate() if "_fill" in one.name or "answer)" in one.name]
+    assert list(engine.directory.iterdir()) == []
 
 
-def prompts(served: Served) -> list[tuple[int, ...]]:
-    """Return the texts that a run asked for after the proof."""
-    return [tuple(payload["prompt"]) for payload in served.payloads[NUM_PROOFS:]]
-
-
-@pytest.mark.parametrize("steps", [ONCE, EPOCHS], ids=["online", "cached"])
+@pytest.mark.parametrize("num_steps", [4, 8], ids=["online", "cached"])
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe", "qwen3"], ids=["before-norm", "after-norm", "eagle3"])
 def test_a_run_on_served_states_trains_as_one_that_computes_them(
-    steps: int, each: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_name: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In less than an epoch, and in more."""
+    case, run_dir = make_case(tmp_path / "in", family_name, train__max_steps=num_steps), tmp_path / "run"
     monkeypatch.setattr(trunks, "load_trunk", lambda *_, **__: pytest.fail("loads a trunk"))
-    monkeypatch.setattr(Trunk, "hidden", lambda *_, **__: pytest.fail("runs a trunk"))
-    run_dir = tmp_path / "run"
-    with each.engine.serving() as served:
-        assert each.run(run_dir, served, train__max_steps=steps) == 0
-    assert_same_training(run_dir, each.here[steps])
-    assert_nothing_left(each.engine)
-    # Each text once, and in an epoch that is not finished not all of them.
-    asked = prompts(served)
-    assert len(asked) == len(set(asked))
-    assert (len(asked) < NUM_TEXTS) == (steps == ONCE) == (not (run_dir / "hidden").exists())
-    log = (run_dir / "run.log").read_text()
-    assert re.search(r": prefers the trunk's token at (\d+) of \1 positions\. ", log)
-    assert (" s for the server, and the server " in log) == (steps == ONCE)
+    code, texts = case.run(run_dir, case.engine)
+    assert code == 0
+    assert_same_training(run_dir, case.here)
+    assert_nothing_left(case.engine)
+    assert len(set(texts)) == len(texts)
+    assert (len(texts) == NUM_TEXTS) == (num_steps > 4) == (run_dir / "hidden").exists()
 
 
 def test_the_comparison_sees_states_that_are_wrong_by_a_thousandth(one: Case, tmp_path: Path) -> None:
-    one.engine.served = lambda states_TLD: states_TLD + 1e-3 * torch.randn(states_TLD.shape)
-    with one.engine.serving() as served:
-        assert one.run(tmp_path / "run", served) == 0
-    with pytest.raises(AssertionError, match="approx"):
-        assert_same_training(tmp_path / "run", one.here[ONCE])
-
-
-def wrong_engine(what: str, finetune: Path, directory: Path) -> StatesEngine:
-    engine = StatesEngine(finetune.with_name("base") if what == "model" else finetune, AFTER_NORM, directory)
-    engine.fingerprint = "vllm-of-something-else"
-    if what == "layer":
-        engine.layers[-1] -= 1
-    if what == "norm":
-        engine.served = engine.norm
-    return engine
+    one.engine.states = lambda states_TLD: states_TLD + 1e-3 * torch.randn(states_TLD.shape)
+    assert one.run(tmp_path / "run", one.engine)[0] == 0
+    with pytest.raises(AssertionError):
+        assert_same_training(tmp_path / "run", one.here)
 
 
 @pytest.mark.parametrize("what", ["model", "layer", "norm"])
-@pytest.mark.parametrize("settings", [{}, CACHED], ids=["online", "cached"])
 def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_right_one_goes_on(
-    what: str, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
+    what: str, one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
-    run_dir, wrong = tmp_path / "run", wrong_engine(what, one.finetune, tmp_path / "wrong")
-    with wrong.serving() as served:
-        assert one.run(run_dir, served, **settings) == 2
-    found = r"prefers the token of lm_head\(norm\(state\)\) at (\d+\.\d)% of \d+ positions, and a far one at "
-    share = re.search(found, capfd.readouterr().err)
-    assert share
-    assert float(share[1]) < 99
-    assert ended(run_dir) == (2, "bad_input", "train")
-    assert {path.name for path in run_dir.iterdir()} <= CLAIMED
+    run_dir, trunk = tmp_path / "run", one.here.with_name("base" if what == "model" else "finetune")
+    wrong = Engine(tmp_path / "wrong", states_of(trunk, FAMILY, [], num_fewer=what == "layer"))
+    wrong.fingerprints = itertools.repeat("of something else")
+    if what == "norm":
+        wrong.states = load_trunk(trunk, family_of(FAMILY), dtype="float32").of_last_layer
+    assert one.run(run_dir, wrong)[0] == 2
+    found = re.search(r"prefers .* at (\d+\.\d)% of \d+ positions, and a far one at \d+ ", capfd.readouterr().err)
+    assert found
+    assert float(found[1]) < 99
+    assert {path.name for path in run_dir.iterdir()} == CLAIMED
     assert_nothing_left(wrong)
-    with one.engine.serving() as served:
-        assert one.run(run_dir, served, **settings) == 0
-    assert_same_training(run_dir, one.here[ONCE])
+    assert one.run(run_dir, one.engine)[0] == 0
+    assert_same_training(run_dir, one.here)
 
 
-def as_ever(number: int) -> None:
-    """Let a server reply."""
+def shards(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run_dir.glob("hidden/*/*")}
 
 
-def until(path: Path, reply: Reply) -> Callable[[int], Reply | None]:
-    return lambda number: reply if path.exists() else None
-
-
-GONE = {
-    "busy": (Reply(503), r"answers 503 \(Service Unavailable\)"),
-    "cut": (Reply(body=b"{", headers={"Content-Length": "9"}), r"does not answer \(RemoteProtocolError\)"),
-}
-
-
-@pytest.mark.parametrize("how", GONE)
-def test_a_server_that_dies_is_waited_for_and_the_run_goes_on_from_its_last_step(
-    how: str, one: Case, tmp_path: Path, capfd: Capture
+@ONLINE_OR_CACHED
+@pytest.mark.parametrize("how", ["dead", "stopped"])
+def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
+    how: str, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
-    run_dir, (reply, says) = tmp_path / "run", GONE[how]
-    with one.engine.serving() as served:
-        one.engine.arrived = until(run_dir / STEP_2, reply)
-        assert one.run(run_dir, served) == 2
-        assert re.search(rf"{served.url}: {says}, 14 times; expected an answer\. Start it", capfd.readouterr().err)
-        assert re.search(rf"{served.url}: {says}; waiting for it\.\n", (run_dir / "run.log").read_text())
-        assert ended(run_dir) == (2, "bad_input", "train")
-        assert [line["step"] for line in metrics(run_dir)][-1] in (2, 3)
-        assert_nothing_left(one.engine)
-        one.engine.arrived = as_ever
-        served.payloads.clear()
-        assert one.run(run_dir, served) == 0
-    assert_same_training(run_dir, one.here[ONCE])
-    with one.engine.serving() as whole:
-        assert one.run(tmp_path / "whole", whole) == 0
-    assert len(prompts(served)) < len(prompts(whole))
+    run_dir, signals = tmp_path / "run", [signal.SIGTERM]
 
+    def reply(payload: dict[str, Any]) -> Reply:
+        if list(run_dir.glob("hidden/*/states-00002*" if settings else "state/step-00000002")):
+            if how == "dead":
+                return Reply(503)
+            for _ in range(len(signals)):
+                os.kill(os.getpid(), signals.pop())
+        return one.engine(payload)
 
-def shards(run_dir: Path) -> dict[str, Path]:
-    return {path.name: path for path in run_dir.glob("hidden/*/*")}
+    code, first = one.run(run_dir, reply, **settings)
+    said, log = capfd.readouterr().err, (run_dir / "run.log").read_text()
+    assert code == (2 if how == "dead" else 143)
+    assert ("answers 503 (Service Unavailable); waiting for it.\n" in log) == (how == "dead")
+    assert (", 14 times; expected an answer. Start it" in said) == (how == "dead")
+    assert_nothing_left(one.engine)
+    finished = shards(run_dir)
+    assert all(name.endswith(".safetensors") for name in finished)
 
-
-def test_a_cache_that_a_dead_server_left_goes_on_with_what_is_missing(one: Case, tmp_path: Path) -> None:
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    with one.engine.serving() as served:
-        one.engine.arrived = lambda number: Reply(503) if number > NUM_PROOFS + NUM_TEXTS // 2 else None
-        assert one.run(run_dir, served, **CACHED) == 2
-        assert_nothing_left(one.engine)
-        finished = {name: path.stat().st_mtime_ns for name, path in shards(run_dir).items()}
-        assert {Path(name).suffix for name in finished} == {".safetensors"}
-        one.engine.arrived = as_ever
-        served.payloads.clear()
-        assert one.run(run_dir, served, **CACHED) == 0
-        kept = sum(len(load_file(path)) for name, path in shards(run_dir).items() if name in finished)
-        assert 0 < kept == NUM_TEXTS - len(prompts(served)) < NUM_TEXTS
-        assert one.run(whole, served, **CACHED) == 0
-    assert {name: shards(run_dir)[name].stat().st_mtime_ns for name in finished} == finished
-    contents = [{name: path.read_bytes() for name, path in shards(found).items()} for found in (run_dir, whole)]
-    assert contents[0] == contents[1]
-    assert_same_training(run_dir, one.here[ONCE])
-
-
-def signalled(reached: Callable[[int], bool]) -> Callable[[int], None]:
-    """Return a function that sends this process one SIGTERM once something is reached."""
-    signals = iter([signal.SIGTERM])
-
-    def arrived(number: int) -> None:
-        if reached(number):
-            for one in signals:
-                os.kill(os.getpid(), one)
-
-    return arrived
-
-
-STOPS: dict[str, tuple[dict[str, Any], Callable[[Path, int], bool], str]] = {
-    "online": ({}, lambda run_dir, number: (run_dir / STEP_2).exists(), r"stopped by SIGTERM after step [34] of 4"),
-    "cached": (CACHED, lambda run_dir, number: bool(shards(run_dir)), "stopped by SIGTERM in the stage 'train'"),
-}
-
-
-@pytest.mark.parametrize("stage", STOPS)
-def test_a_run_that_is_stopped_leaves_no_thread_and_no_file_and_goes_on(stage: str, one: Case, tmp_path: Path) -> None:
-    run_dir, (settings, reached, says) = tmp_path / "run", STOPS[stage]
-    with one.engine.serving() as served:
-        one.engine.arrived = signalled(partial(reached, run_dir))
-        assert one.run(run_dir, served, **settings) == 143
-        assert re.search(says, outcome(run_dir)["message"])
-        assert_nothing_left(one.engine)
-        assert one.run(run_dir, served, **settings) == 0
-    assert_same_training(run_dir, one.here[ONCE])
-
-
-@pytest.mark.parametrize("settings", [{}, CACHED], ids=["online", "cached"])
-def test_a_run_does_not_go_on_with_another_server(
-    settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
-) -> None:
-    run_dir, engine = tmp_path / "run", one.engine
-    with engine.serving() as served:
-        engine.arrived = signalled(lambda number: number == NUM_PROOFS + 4)
-        assert one.run(run_dir, served, **settings) == 143
-        began = read_json(run_dir / SERVER_FILE)["identity"]
-        others = {"fingerprint": "vllm-0.32.0-fp8", "release": "0.33.0", "served": Tensor.bfloat16}
-        for name, value in others.items():
-            capfd.readouterr()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(engine, name, value)
-                assert one.run(run_dir, served, **settings) == 2
-            said = capfd.readouterr().err
-            found = re.search(r": is (\[.*\]); expected (\[.*\]), with which the run began .*\. Serve that", said)
-            assert found
-            assert sum(ours != theirs for ours, theirs in zip(*map(literal_eval, found.groups()), strict=True)) == 1
-            assert literal_eval(found[2]) == began == read_json(run_dir / SERVER_FILE)["identity"]
-            assert_nothing_left(engine)
-        assert one.run(run_dir, served, **settings) == 0
-    assert_same_training(run_dir, one.here[ONCE])
+    same, one.engine.fingerprints = one.engine.fingerprints, itertools.repeat("of FP8")
+    assert one.run(run_dir, one.engine, **settings)[0] == 2
+    assert re.search(r": is \[.*'of FP8'.*\]; expected \[.*'vllm-0.32.0-abc'.*\], with which", capfd.readouterr().err)
+    one.engine.fingerprints = same
+    code, second = one.run(run_dir, one.engine, **settings)
+    assert code == 0
+    assert_same_training(run_dir, one.here)
+    assert set(first) - set(second)
+    if settings:
+        assert sum(len(load(content)) for content in finished.values()) == NUM_TEXTS - len(second)
+        assert one.run(tmp_path / "whole", one.engine, **settings)[0] == 0
+        assert shards(run_dir) == shards(tmp_path / "whole") | finished
 
 
 @pytest.mark.slow
 @cases(DDP, FSDP2)
-@pytest.mark.parametrize("settings", [{}, CACHED], ids=["online", "cached"])
+@ONLINE_OR_CACHED
 def test_two_processes_share_a_server(settings: dict[str, Any], setup: Setup, one: Case, tmp_path: Path) -> None:
     """Of the one shard of a cache, a process has nothing to write."""
     run_dir, flags = tmp_path / "run", ("--num_processes", "2")
-    with one.engine.serving() as served:
-        words = one.words(run_dir, served, **settings)
+    with openai_server(one.engine, owner="vllm") as served:
+        words = one.words(run_dir, served.url, **settings)
         done = start(setup.machine, CPU_SHARDS, *words, flags=flags, **setup.variables)
     assert outcome(run_dir)["reason"] == "unjudged", done.stderr
-    trained = [line for line in metrics(run_dir) if "loss" in line]
-    assert {(line["world_size"], line["wrapper"]) for line in trained} == {(2, setup.wrapper)}
-    assert_same_training(run_dir, one.here[ONCE])
+    assert {line["wrapper"] for line in metrics(run_dir) if "loss" in line} == {setup.wrapper}
+    assert_same_training(run_dir, one.here)
     assert_nothing_left(one.engine)
