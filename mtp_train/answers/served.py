@@ -163,7 +163,7 @@ def regenerate_served(
             stored += len(rows)
 
     try:
-        for number, answer in endpoint.answers(map(answering.request, prompts)):
+        for number, answer in endpoint.answers(map(answering.request, prompts), endpoint.ask):
             if isinstance(answer, Refusal):
                 refusals.append(answer.reason)
             else:

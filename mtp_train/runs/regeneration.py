@@ -37,7 +37,7 @@ from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.trunks import answering_dtype, served_judge, trunk_in_shards
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
-from mtp_train.train.shard import shard_decoder, shards_trunk
+from mtp_train.train.shard import gather_in, shards_trunk
 from mtp_train.trunk.load import Trunk
 
 COPIED_FROM_FILE = "copied.json"
@@ -178,12 +178,13 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
+    The trunk is sharded in place, and run without a cache; it cannot train afterwards, as its decoder gathers the
+    shards. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.
     """
-    shard_decoder(trunk, accelerator)
+    gather_in(trunk.decoder, trunk, accelerator)
     if not accelerator.is_main_process:
         _follow(trunk, accelerator)
         return ""

@@ -105,16 +105,16 @@ def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: 
             buffer.data = buffer.data.to(accelerator.device)
 
 
-def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers in place to compute hidden states only; every process must make each forward.
+def gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Shard the trunk's layers, unless they are in shards, to gather them in the forward of a module around them.
 
-    The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
+    For hidden states alone: in training, the layers are gathered in the forward of the module that accelerate wraps.
+    Every process must make each forward. Under DeepSpeed torch shards the layers here: its engine never releases a
+    module, and these are released before training.
+
+    Raises:
+        TrainingError: The trunk is quantised.
     """
-    _gather_in(trunk.decoder, trunk, accelerator)
-
-
-def _gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers by torch, gathered in the forward of a module around them, and move the rest."""
     require_plain(trunk)
     _shard_all(trunk, accelerator, reshard_after_forward=True)
     trunk.to(accelerator.device)
@@ -131,18 +131,6 @@ class ShardedStates(TrunkStates):
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Do nothing: shards are gathered in the dtype that they are held in."""
         return nullcontext()
-
-    def gather_here(self, accelerator: Accelerator) -> None:
-        """Shard the layers in place, unless they are in shards, to gather them in the forward of this module.
-
-        For states alone. In training, the layers are gathered in the forward of the module that accelerate wraps. Under
-        DeepSpeed torch shards the layers here: its engine never releases a module, and these are released before
-        training.
-
-        Raises:
-            TrainingError: The trunk is quantised.
-        """
-        _gather_in(self, self.trunk, accelerator)
 
 
 def require_plain(trunk: Ends) -> None:

@@ -172,10 +172,9 @@ class Trunk(Ends):
         self._of_layers.clear()
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
-        if not layers or layers == self.shown_layers:
-            return
+        new = set(layers).difference(self.shown_layers)
         super().show_layers(layers)
-        for index in set(layers):
+        for index in new:
             hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
             self._hooks.append(hook)
 
