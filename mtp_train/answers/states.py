@@ -161,8 +161,8 @@ class StatesServer:
         elif form != expected:
             problem = "returns states of {} in {}".format(*form), "{} (layers, width) in {}".format(*expected)
         elif len(bad_T):
-            where = f"{bad_T[:8].tolist()} of {len(token_ids)}"
-            problem = f"returns states that are NaN, infinite or 0 at positions {where}", "finite ones"
+            found = f"returns states that are NaN, infinite or 0 at positions {bad_T[:8].tolist()} of {len(token_ids)}"
+            problem = found, "finite ones"
         else:
             return states_TLD.clone()
         raise self.endpoint.unusable(*problem, self.cure)

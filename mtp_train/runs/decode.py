@@ -213,7 +213,7 @@ class EvaluationResult(Shown):
         return summary(self.report)
 
     def __str__(self) -> str:
-        return as_text(self.__rich__())
+        return as_text(self.__rich__()).rstrip()
 
 
 def evaluate(

@@ -130,8 +130,7 @@ def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tu
     """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
     measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
-    is_low = any(is_low_bar(report, setting, study) for setting in settings)
-    return (prediction(list(measures), is_low=is_low), *measures)
+    return (prediction(list(measures), any(is_low_bar(report, one, study) for one in settings)), *measures)
 
 
 def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
@@ -141,7 +140,7 @@ def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
     return level is not None and tone_of(one.delta_overlap_at_equal_entropy_ci95, study.margin * level) == "good"
 
 
-def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
+def prediction(measures: Sequence[Finding], is_low: bool) -> Finding:
     """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
     tones = {one.tone for one in measures}
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
@@ -150,8 +149,7 @@ def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
         for of, word in VERDICTS.items()
     }
     told = [f"{word} by {', '.join(some)}" for word, some in found.items() if some]
-    weak = WEAK if is_low else ""
-    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}")
+    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{WEAK * is_low}")
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:

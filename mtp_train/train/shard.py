@@ -90,8 +90,9 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
 
 def _is_rounded(name: str, module: nn.Module) -> bool:
     """Return whether autocast rounds all weights of a module."""
-    own = module.named_parameters(name, recurse=False)
-    return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
+    return isinstance(module, nn.Linear) or any(
+        is_stacked(one, weight.shape) for one, weight in module.named_parameters(name, recurse=False)
+    )
 
 
 def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:

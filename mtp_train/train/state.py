@@ -255,8 +255,10 @@ def allocate_zero_moments(zero: Any) -> None:
     moments for the parameters of the other groups.
     """
     for flat in flat_groups(zero):
-        moments = {field: torch.zeros_like(flat) for field in FIELDS}
-        zero.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+        zero.optimizer.state[flat] = {
+            "step": torch.tensor(0.0),
+            **{field: torch.zeros_like(flat) for field in FIELDS},
+        }
     if not is_zero_3(zero):
         link_moments(zero)
 

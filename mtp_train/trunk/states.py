@@ -93,8 +93,8 @@ def isolated_hidden(
             groups = group_by_length(segments(document_BT.cpu().numpy()), tokens_BT.numel())
             forwards = Forwards(groups, len(groups))
         for group in forwards.groups:
-            longest = group[0].length
-            rows_NL = tokens_BT.new_zeros(len(group), longest)
+            # The longest comes first.
+            rows_NL = tokens_BT.new_zeros(len(group), group[0].length)
             for index, (row, start, length) in enumerate(group):
                 rows_NL[index, :length] = tokens_BT[row, start : start + length]
             hidden_NLD = trunk.hidden(rows_NL)

@@ -357,29 +357,28 @@ def _notes(checkpoint: Checkpoint, initial: Initial, *, compared: bool) -> Itera
 
 def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
-    if found.problems or found.status in ("miswired", "untrained"):
-        reason = NEVER_TRAINED if found.status == "untrained" else str(found.head_difference)
-        reason = found.problems[0] if found.problems else reason
-        return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
-    if found.status == "foreign":
+    path = str(checkpoint.path)
+    if found.problems:
+        reason = f"no: {found.problems[0]}"
+    elif found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
-        return engine_commands(
-            complete(DSPARK), str(checkpoint.path), block if isinstance(block, int) else SUGGESTED_DEPTH
-        )
-    if found.status != "healthy":
+        return engine_commands(complete(DSPARK), path, block if isinstance(block, int) else SUGGESTED_DEPTH)
+    elif found.status != "healthy":
         reason = {
+            "untrained": f"no: {NEVER_TRAINED}",
+            "miswired": f"no: {found.head_difference}",
             "undeclared": "no: the head is there but config.json does not declare it"
             if found.head.conflict is None
             else f"no: config.json declares {found.head.conflict}, and engines read one or the other",
             "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
         }.get(found.status, f"no: {found.head.describe()}")
-        return dict.fromkeys(checkpoint.family.serving, reason)
     # ``export --head-only`` writes none of the trunk's layers.
-    if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
-        flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+    elif not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
+        flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
-        return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
+    else:
+        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH) | _misread(checkpoint)
+    return dict.fromkeys(checkpoint.family.serving, reason)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
