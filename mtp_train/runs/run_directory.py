@@ -445,7 +445,7 @@ def environment_facts() -> dict[str, Any]:
         "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),
         "hardware": {
-            "device": device_name(device),
+            "device": device,
             "threads": torch.get_num_threads(),
             "platform": platform.platform(),
         },

@@ -52,8 +52,10 @@ def head_runs(run: Run) -> list[Run]:
 
 def _of_objective(run: Run, objective: str) -> Run:
     recipe, run_dir = run.recipe, run.directory.path
-    temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
-    values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
+    values: dict[str, object] = {
+        "objective.loss": objective,
+        "objective.temperature": recipe.objective.temperature if find_loss(objective).distils else 1.0,
+    }
     cache = recipe.train.hidden_cache
     if cache is not None and cache.directory is None:
         values["train.hidden_cache.directory"] = str(run_dir / HIDDEN)
@@ -63,9 +65,14 @@ def _of_objective(run: Run, objective: str) -> Run:
 def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads and test the claim; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
-    grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
+    grid = grid_of(recipe, study)
     measured = Study(
-        specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
+        arm_specs(recipe, study, run_dir),
+        grid,
+        run_dir / GRID_DIR,
+        run.progress,
+        prompts=run.inputs.text.held_out,
+        processes=run.processes,
     ).measure()
     if not run.is_main:
         return None

@@ -73,9 +73,8 @@ class Tracking:
         # The trackers ask it which process is the main one.
         PartialState()
         if name == "tensorboard":
-            # None, as by default, purges nothing.
-            purge = None if resume_step is None else resume_step + 1
-            tracker: Any = tracking.TensorBoardTracker(name, directory, purge_step=purge)
+            purge = {} if resume_step is None else {"purge_step": resume_step + 1}
+            tracker: Any = tracking.TensorBoardTracker(name, directory, **purge)
         elif name == "trackio":
             tracker = tracking.TrackioTracker(self.project, name=directory.name, config=config, resume="allow")
         else:

@@ -142,7 +142,6 @@ def graft_gguf(
         )
     found = _of_gguf(trunk, base, kind) if is_gguf(base) else _of_checkpoint(trunk, base, progress)
     head, fields, modules = found
-    changed = with_modules(trunk, fields, modules)
     named = {
         (one.name, torch_shape(one)) if isinstance(one, ReaderTensor) else (one.key, one.shape): one for one in head
     }
@@ -154,6 +153,7 @@ def graft_gguf(
             f"{base}: {misfits[0]}; expected a head for {fine_tune}. Name the base that it was fine-tuned from."
         )
     new = [one for (name, _), one in named.items() if name not in trunk.tensors or name in trunk.head]
+    changed = with_modules(trunk, fields, modules)
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
