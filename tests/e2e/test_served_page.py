@@ -86,7 +86,13 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     base = words.index("--base")
     assert main([*words[:base], *words[base + 2 :], "--set", "head.kind=eagle3", "head.init=random"]) == 0
     small = ["data.regenerate.max_new_tokens=48", "data.seq_len_tokens=256", "train.max_steps=8"]
-    small += ["train.tokens_per_step=512", "train.micro_batch_sequences=2", "head.draft_vocab=4096", "run_dir=run"]
+    small += [
+        "train.tokens_per_step=512",
+        "train.micro_batch_sequences=2",
+        "head.draft_vocab=4096",
+        "run_dir=run",
+        "train.log_steps=1",
+    ]
     states = ["train.states.endpoint=http://localhost:1/v1", "gate.enabled=false"]
     command = check("served.yaml", [*small, *states]).states_command
     assert command is not None
