@@ -116,7 +116,12 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     middle, last = len(trunk.layers) // 2, len(trunk.layers)
     recipe = {"run_dir": str(tmp_path / "run"), "model.trunk": MODEL, "model.head_from": None, "head.kind": "eagle3"}
     recipe |= {"head.init": "random", "data.sources.0.path": str(chats(tmp_path / "chats.jsonl"))}
-    recipe |= {"data.group_field": None, "train.states.endpoint": "http://localhost:1/v1", "data.seq_len_tokens": 384}
+    recipe |= {
+        "train.tokens_per_step": 2304,
+        "data.group_field": None,
+        "train.states.endpoint": "http://localhost:1/v1",
+        "data.seq_len_tokens": 384,
+    }
     command = check("attach_head", recipe).states_command
     assert command is not None
     draw = torch.Generator().manual_seed(0)
