@@ -55,6 +55,7 @@ def serving(command: str, log: Path, *flags: str) -> Iterator[str]:
                 break
             except httpx.HTTPError:
                 signal.sigtimedwait([], 1.0)
+        assert server.poll() is None, log.read_text()[-2000:]
         yield f"http://localhost:{port}/v1"
     finally:
         with suppress(ProcessLookupError):

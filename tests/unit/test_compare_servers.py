@@ -229,13 +229,23 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
 
 @pytest.mark.parametrize(
     ("lost", "told"),
-    [("report.json", "NAME=DIR of a finished evaluation"), ("measured", "and a record of each prompt")],
+    [
+        ("report.json", "NAME=DIR of a finished evaluation"),
+        ("measured", "and a record of each prompt"),
+        ("server", "NAME=DIR of a finished evaluation of one"),
+    ],
 )
 def test_an_unfinished_evaluation_or_one_without_records_is_refused(
     evaluate: Callable[..., Path], suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], lost: str, told: str
 ) -> None:
     arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
-    (tmp_path / "retrained" / lost).rename(tmp_path / "lost")
+    place = tmp_path / "retrained"
+    if lost == "server":
+        # As of a checkpoint that was measured here.
+        study = json.loads((place / "study.json").read_text())
+        (place / "study.json").write_text(json.dumps({**study, "server": None}))
+    else:
+        (place / lost).rename(tmp_path / "lost")
     assert main(["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "out")]) == 2
     assert told in capfd.readouterr().err
 
