@@ -55,7 +55,7 @@ class Case(NamedTuple):
         states = {"endpoint": url, "concurrency": 2}
         return [str(self.recipe), f"run_dir={run_dir}", *overrides_of(train__states=states, **settings)]
 
-    def run(self, run_dir: Path, reply: ReplyFn, **settings: Any) -> tuple[int, list[tuple[int, ...]]]:
+    def run(self, run_dir: Path, reply: ReplyFn, **settings: Any) -> tuple[int, list[Any]]:
         """Run on a server's states, and return the exit code and the texts that were asked for after the proof."""
         with openai_server(reply, owner="vllm") as served:
             code = main(["run", *self.words(run_dir, served.url, **settings)])
@@ -129,9 +129,7 @@ def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_rig
     if what == "norm":
         wrong.states = load_trunk(trunk, family_of(FAMILY), dtype="float32").of_last_layer
     assert one.run(run_dir, wrong)[0] == 2
-    found = re.search(r"prefers .* at (\d+\.\d)% of \d+ positions, and a far one at \d+ ", capfd.readouterr().err)
-    assert found
-    assert float(found[1]) < 99
+    assert re.search(r"prefers .* at [0-9]?[0-8]\.\d% of \d+ positions, and a far one at ", capfd.readouterr().err)
     assert {path.name for path in run_dir.iterdir()} == CLAIMED
     assert_nothing_left(wrong)
     assert one.run(run_dir, one.engine)[0] == 0
