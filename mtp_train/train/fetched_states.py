@@ -41,7 +41,7 @@ class FetchedStates(StoredStates):
         ends: Ends,
         documents: Sequence[Document],
         fetch: Fetch,
-        stop: Callable[[], object] = lambda: None,
+        stop: Callable[[], object],
         *,
         width: int,
         dtype: torch.dtype,
@@ -71,20 +71,20 @@ class FetchedStates(StoredStates):
 
     def expect(self, documents: Iterator[int]) -> None:
         """Begin to fetch documents."""
-        asked = takewhile(lambda _: not self._is_closed, (one for one in documents if one not in self._kept))
-        self._thread = threading.Thread(target=self._fill, args=(asked,), daemon=True)
+        self._thread = threading.Thread(target=self._fill, args=(documents,), daemon=True)
         self._thread.start()
 
     def _fill(self, documents: Iterator[int]) -> None:
+        asked = takewhile(lambda _: not self._is_closed, documents)
         failure: BaseException = LookupError("a document whose states were not expected; expected those of the plan.")
         try:
-            for number, states_TD in self._fetched(documents):
+            for number, states_TD in self._fetched(one for one in asked if one not in self._kept):
                 with self._changed:
                     self._buffer[number] = states_TD
                     self._changed.notify_all()
                     started = time.perf_counter()
                     # What training waits for may be among the answers that have not arrived yet.
-                    self._changed.wait_for(lambda: self._is_closed or self._is_behind() or self._has_room())
+                    self._changed.wait_for(self._may_go_on)
                     self.seconds_ahead += time.perf_counter() - started
         except BaseException as error:
             failure = error
@@ -92,11 +92,9 @@ class FetchedStates(StoredStates):
             self._failure = failure
             self._changed.notify_all()
 
-    def _is_behind(self) -> bool:
-        return self._wanted is not None and self._wanted not in self._buffer
-
-    def _has_room(self) -> bool:
-        return sum(states_TD.nbytes for states_TD in self._buffer.values()) < AHEAD_BYTES
+    def _may_go_on(self) -> bool:
+        size = sum(states_TD.nbytes for states_TD in self._buffer.values())
+        return self._is_closed or size < AHEAD_BYTES or self._wanted not in (None, *self._buffer)
 
     def document(self, number: int) -> Tensor:
         if number in self._kept:
