@@ -33,6 +33,7 @@ class FetchedStates(StoredStates):
 
     Args:
         stop: Ends the retries of ``fetch``.
+        end: Called once nothing is fetched any more.
         kept: Numbers of the documents that are read more than once. They are fetched at once, and stay in memory.
     """
 
@@ -42,13 +43,14 @@ class FetchedStates(StoredStates):
         documents: Sequence[Document],
         fetch: Fetch,
         stop: Callable[[], object],
+        end: Callable[[], object],
         *,
         width: int,
         dtype: torch.dtype,
         kept: Collection[int] = (),
     ) -> None:
         super().__init__(ends, width=width, dtype=dtype)
-        self._documents, self._fetch, self._stop = documents, fetch, stop
+        self._documents, self._fetch, self._stop, self._end = documents, fetch, stop, end
         self._kept = dict(self._fetched(kept))
         self._buffer: dict[int, Tensor] = {}
         self._failure: BaseException | None = None
@@ -118,6 +120,7 @@ class FetchedStates(StoredStates):
         self._stop()
         if self._thread is not None:
             self._thread.join(CLOSING_SECONDS)
+        self._end()
         return (
             f"states: training waited {self.seconds_waited:.0f} s for the server, and the server "
             f"{self.seconds_ahead:.0f} s for training."

@@ -39,9 +39,12 @@ class Source:
     def stop(self) -> None:
         self.num_stops += 1
 
+    def end(self) -> None:
+        self.is_ended = True
+
     def states(self, kept: Sequence[int] = ()) -> FetchedStates:
         trunk, dtype = tiny_trunk("glm4_moe"), torch.float32
-        return FetchedStates(trunk, DOCUMENTS, self, self.stop, width=WIDTH, dtype=dtype, kept=kept)
+        return FetchedStates(trunk, DOCUMENTS, self, self.stop, self.end, width=WIDTH, dtype=dtype, kept=kept)
 
 
 def states_of(text: Sequence[int]) -> Tensor:
@@ -86,5 +89,5 @@ def test_closing_takes_what_is_in_flight_and_ends_the_thread() -> None:
     assert_reads(states, 0)
     assert states.close().startswith("states: training waited ")
     assert threading.active_count() == threads
-    assert (source.in_flight, source.num_stops) == ([], 1)
+    assert (source.in_flight, source.num_stops, source.is_ended) == ([], 1, True)
     assert source.num_asked < len(DOCUMENTS)
