@@ -115,7 +115,8 @@ def _answered_by_server(
     answer = partial(answer_by_server, run, settings, store, answering, on_progress)
     if run.recipe.train.states is not None and run.held.whole is None:
         texts = [prompt.prompt_ids for prompt in run.inputs.text.prompts]
-        return answer(served_judge(run, run.recipe.train.states, texts))
+        with served_judge(run, run.recipe.train.states, texts) as judge:
+            return answer(judge)
     if not is_shared:
         return answer(Judge.of(run.decoding_trunk()))
     trunk = trunk_in_shards(run)

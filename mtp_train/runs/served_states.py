@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,8 @@ class StatesSource:
 
     def states(self, documents: Sequence[Document], dtype: torch.dtype, kept: Collection[int] = ()) -> FetchedStates:
         """Return the states of documents in a dtype; some are read more than once."""
-        stop = self.server.endpoint.stop_trying
-        return FetchedStates(self.ends, documents, self.fetch, stop, width=self.width, dtype=dtype, kept=kept)
+        stop, end, width = self.server.endpoint.stop_trying, self.server.endpoint.close, self.width
+        return FetchedStates(self.ends, documents, self.fetch, stop, end, width=width, dtype=dtype, kept=kept)
 
 
 def open_source(
@@ -111,19 +112,22 @@ def open_source(
     served = served_layers(ends.config, layers)
     command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
     server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
-    endpoint.choose_model(spec.model)
-    if endpoint.adapted is not None:
-        found = f"serves {endpoint.model}, an adapter on {endpoint.adapted}"
-        raise endpoint.unusable(found, "the trunk itself", "Name that (train.states.model)")
-    proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
-    ((_, first_TLD),) = server.states(proved[:1])
-    identity = server.identity()
-    with accelerator.failing_together():
-        if run.is_main:
-            _require_same_server(run, endpoint, identity)
-            prove_trunk(server, proved, ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
-            # Not before the proof: a server of another model must not be the one that the run began with.
-            write_json(run.directory.path / SERVER_FILE, {"identity": identity})
+    with ExitStack() as failed:
+        failed.callback(endpoint.close)
+        endpoint.choose_model(spec.model)
+        if endpoint.adapted is not None:
+            found = f"serves {endpoint.model}, an adapter on {endpoint.adapted}"
+            raise endpoint.unusable(found, "the trunk itself", "Name that (train.states.model)")
+        proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
+        ((_, first_TLD),) = server.states(proved[:1])
+        identity = server.identity()
+        with accelerator.failing_together():
+            if run.is_main:
+                _require_same_server(run, endpoint, identity)
+                prove_trunk(server, proved, ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
+                # Not before the proof: a server of another model must not be the one that the run began with.
+                write_json(run.directory.path / SERVER_FILE, {"identity": identity})
+        failed.pop_all()
     return StatesSource(server, ends, layers, identity, first_TLD.dtype, ends.last_norm())
 
 

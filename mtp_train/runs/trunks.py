@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -116,12 +116,15 @@ def states_of(
     missing = run.accelerator.said_by_main(cache.missing())
     if missing:
         _build(run, cache, missing, layers, source)
+    if source is not None:
+        source.server.endpoint.close()
     run.held.release(run.accelerator)
     return CachedStates(_ends(run), cache, COMPUTE_DTYPES[run.recipe.train.precision])
 
 
-def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Judge:
-    """Return the judge of texts by the states of the recipe's server; every process must call it."""
+@contextmanager
+def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Iterator[Judge]:
+    """Yield the judge of texts by the states of the recipe's server; every process must call it."""
     config = text_config_of(run.inputs.finetune, trust_remote_code=run.recipe.model.trust_remote_code)
     layers = run.inputs.head_plan.family.wiring.trunk_layers(config)
     ends = _ends(run)
@@ -131,7 +134,8 @@ def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int
         ((_, states_TD),) = source.fetch([token_ids])
         return states_TD.to(ends.lm_head_VD)
 
-    return Judge(ends, hidden)
+    with closing(source.server.endpoint):
+        yield Judge(ends, hidden)
 
 
 def _ends(run: RunContext) -> Ends:

@@ -33,6 +33,7 @@ class FetchedStates(StoredStates):
 
     Args:
         stop: Ends the retries of ``fetch``.
+        end: Called once nothing is fetched any more.
         kept: Numbers of the documents that are read more than once. They are fetched at once, and stay in memory.
     """
 
@@ -41,14 +42,15 @@ class FetchedStates(StoredStates):
         ends: Ends,
         documents: Sequence[Document],
         fetch: Fetch,
-        stop: Callable[[], object] = lambda: None,
+        stop: Callable[[], object],
+        end: Callable[[], object],
         *,
         width: int,
         dtype: torch.dtype,
         kept: Collection[int] = (),
     ) -> None:
         super().__init__(ends, width=width, dtype=dtype)
-        self._documents, self._fetch, self._stop = documents, fetch, stop
+        self._documents, self._fetch, self._stop, self._end = documents, fetch, stop, end
         self._kept = dict(self._fetched(kept))
         self._buffer: dict[int, Tensor] = {}
         self._failure: BaseException | None = None
@@ -71,20 +73,20 @@ class FetchedStates(StoredStates):
 
     def expect(self, documents: Iterator[int]) -> None:
         """Begin to fetch documents."""
-        asked = takewhile(lambda _: not self._is_closed, (one for one in documents if one not in self._kept))
-        self._thread = threading.Thread(target=self._fill, args=(asked,), daemon=True)
+        self._thread = threading.Thread(target=self._fill, args=(documents,), daemon=True)
         self._thread.start()
 
     def _fill(self, documents: Iterator[int]) -> None:
+        asked = takewhile(lambda _: not self._is_closed, documents)
         failure: BaseException = LookupError("a document whose states were not expected; expected those of the plan.")
         try:
-            for number, states_TD in self._fetched(documents):
+            for number, states_TD in self._fetched(one for one in asked if one not in self._kept):
                 with self._changed:
                     self._buffer[number] = states_TD
                     self._changed.notify_all()
                     started = time.perf_counter()
                     # What training waits for may be among the answers that have not arrived yet.
-                    self._changed.wait_for(lambda: self._is_closed or self._is_behind() or self._has_room())
+                    self._changed.wait_for(self._may_go_on)
                     self.seconds_ahead += time.perf_counter() - started
         except BaseException as error:
             failure = error
@@ -92,11 +94,9 @@ class FetchedStates(StoredStates):
             self._failure = failure
             self._changed.notify_all()
 
-    def _is_behind(self) -> bool:
-        return self._wanted is not None and self._wanted not in self._buffer
-
-    def _has_room(self) -> bool:
-        return sum(states_TD.nbytes for states_TD in self._buffer.values()) < AHEAD_BYTES
+    def _may_go_on(self) -> bool:
+        size = sum(states_TD.nbytes for states_TD in self._buffer.values())
+        return self._is_closed or size < AHEAD_BYTES or self._wanted not in (None, *self._buffer)
 
     def document(self, number: int) -> Tensor:
         if number in self._kept:
@@ -120,6 +120,7 @@ class FetchedStates(StoredStates):
         self._stop()
         if self._thread is not None:
             self._thread.join(CLOSING_SECONDS)
+        self._end()
         return (
             f"states: training waited {self.seconds_waited:.0f} s for the server, and the server "
             f"{self.seconds_ahead:.0f} s for training."

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -86,7 +86,13 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     base = words.index("--base")
     assert main([*words[:base], *words[base + 2 :], "--set", "head.kind=eagle3", "head.init=random"]) == 0
     small = ["data.regenerate.max_new_tokens=48", "data.seq_len_tokens=256", "train.max_steps=8"]
-    small += ["train.tokens_per_step=512", "train.micro_batch_sequences=2", "head.draft_vocab=4096", "run_dir=run"]
+    small += [
+        "train.tokens_per_step=512",
+        "train.micro_batch_sequences=2",
+        "head.draft_vocab=4096",
+        "run_dir=run",
+        "train.log_steps=1",
+    ]
     states = ["train.states.endpoint=http://localhost:1/v1", "gate.enabled=false"]
     command = check("served.yaml", [*small, *states]).states_command
     assert command is not None
@@ -96,7 +102,8 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     agreed = re.findall(r"prefers the trunk's token at (\d+) of (\d+) positions", log)
     assert agreed
     assert all(int(own) >= 0.99 * int(of) > 0 for own, of in agreed)
-    losses = [line["loss"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
 
 
@@ -110,17 +117,23 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     middle, last = len(trunk.layers) // 2, len(trunk.layers)
     recipe = {"run_dir": str(tmp_path / "run"), "model.trunk": MODEL, "model.head_from": None, "head.kind": "eagle3"}
     recipe |= {"head.init": "random", "data.sources.0.path": str(chats(tmp_path / "chats.jsonl"))}
-    recipe |= {"data.group_field": None, "train.states.endpoint": "http://localhost:1/v1", "data.seq_len_tokens": 384}
+    recipe |= {
+        "train.tokens_per_step": 2304,
+        "data.group_field": None,
+        "train.states.endpoint": "http://localhost:1/v1",
+        "data.seq_len_tokens": 384,
+    }
     command = check("attach_head", recipe).states_command
     assert command is not None
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(1000, 20_000, (length,), generator=draw).tolist() for length in (1, 47, 2 * BLOCK + 45)]
     trunk.show_layers((2, middle, last - 3))
-    with serving(command, tmp_path / "vllm.log", "--dtype", "float32") as url:
-        endpoint = Endpoint(url, load_tokenizer(checkpoint, False), {2}, len(trunk.lm_head_VD), concurrency=2)
+    tokenizer, width = load_tokenizer(checkpoint, False), int(trunk.config.hidden_size)
+    with ExitStack() as stack:
+        url = stack.enter_context(serving(command, tmp_path / "vllm.log", "--dtype", "float32"))
+        endpoint = stack.enter_context(closing(Endpoint(url, tokenizer, {2}, len(trunk.lm_head_VD))))
         endpoint.choose_model(None)
-        server = StatesServer(endpoint, [2, middle, last - 3, last], int(trunk.config.hidden_size), command=command)
-        found = dict(server.states(texts))
+        found = dict(StatesServer(endpoint, [2, middle, last - 3, last], width, command=command).states(texts))
     for number, text in enumerate(texts):
         expected_TLD = trunk.hidden(torch.tensor([text]))[0].unflatten(-1, (4, -1))
         served_TLD = torch.cat([trunk.of_last_layer(found[number][:, -1:]), found[number][:, :-1]], dim=1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from launching import CPU_SHARDS, DDP, FSDP2, Setup, cases, head, metrics, outcome, start
+from launching import CPU_SHARDS, DDP, FSDP2, Setup, assert_same_lines, cases, head, metrics, outcome, start
 from mtp_train.answers.states import StatesServer
 from mtp_train.cli.main import main
 from mtp_train.runs import served_states, trunks
@@ -45,21 +45,17 @@ ONLINE_OR_CACHED = pytest.mark.parametrize("settings", [{}, CACHED], ids=["onlin
 
 
 class Case(NamedTuple):
-    """The recipe of a short run, and a server of its trunk's states."""
+    """The recipe of a short run, a server of its trunk's states, and the run that computes them itself."""
 
     recipe: Path
     engine: Engine
+    here: Path
 
-    @property
-    def here(self) -> Path:
-        """The run that computes the states itself."""
-        return self.recipe.with_name("here")
+    def words(self, run_dir: Path, url: str, **settings: Any) -> list[str]:
+        states = {"endpoint": url, "concurrency": 2}
+        return [str(self.recipe), f"run_dir={run_dir}", *overrides_of(train__states=states, **settings)]
 
-    def words(self, run_dir: Path, url: str | None, **settings: Any) -> list[str]:
-        states = {} if url is None else {"train__states": {"endpoint": url, "concurrency": 2}}
-        return [str(self.recipe), f"run_dir={run_dir}", *overrides_of(**states, **settings)]
-
-    def run(self, run_dir: Path, reply: ReplyFn, **settings: Any) -> tuple[int, list[tuple[int, ...]]]:
+    def run(self, run_dir: Path, reply: ReplyFn, **settings: Any) -> tuple[int, list[Any]]:
         """Run on a server's states, and return the exit code and the texts that were asked for after the proof."""
         with openai_server(reply, owner="vllm") as served:
             code = main(["run", *self.words(run_dir, served.url, **settings)])
@@ -67,51 +63,44 @@ class Case(NamedTuple):
 
 
 def make_case(directory: Path, family_name: str, **settings: Any) -> Case:
-    own, layers = ({}, []) if family_name != "qwen3" else (EAGLE3, [2, 4, 5])
-    write_inputs(directory, family_name) if not own else write_headless(directory, family_name, num_layers=8)
-    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run", **UNJUDGED, **own, **settings)
-    case = Case(recipe, Engine(directory / "states", states_of(directory / "finetune", family_name, layers)))
-    assert main(["run", *case.words(case.here, None)]) == 0
-    return case
+    layers, here = [], directory / "here"
+    if family_name == "qwen3":
+        write_headless(directory, family_name, num_layers=8)
+        layers, settings = [2, 4, 5], settings | EAGLE3
+    else:
+        write_inputs(directory, family_name)
+    recipe = write_recipe(directory / "recipe.yaml", directory, here, **UNJUDGED, **settings)
+    assert main(["run", str(recipe)]) == 0
+    return Case(recipe, Engine(directory / "states", states_of(directory / "finetune", family_name, layers)), here)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("made") / "in", FAMILY)
-
-
-@pytest.fixture
-def one(made: Case, tmp_path: Path) -> Case:
-    """A case whose server a test may break."""
-    return made._replace(engine=Engine(tmp_path / "states", made.engine.compute))
+def one(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("one") / "in", FAMILY)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nothing, fetch little ahead, and keep few documents in a shard."""
 
-    class Hasty(StatesServer):
-        def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, **named)
-            self.wait = self.endpoint.wait = lambda seconds: None
+    def hasty(*args: Any, **named: Any) -> StatesServer:
+        server = StatesServer(*args, **named)
+        server.wait = server.endpoint.wait = lambda seconds: None
+        return server
 
-    monkeypatch.setattr(served_states, "StatesServer", Hasty)
+    monkeypatch.setattr(served_states, "StatesServer", hasty)
     monkeypatch.setattr(fetched_states, "AHEAD_BYTES", 1)
     monkeypatch.setattr(hidden_cache, "SHARD_BYTES", 96 * 32 * 4)
 
 
 def assert_same_training(run_dir: Path, expected: Path) -> None:
-    found, whole = (
-        [[line.get(name, 0) for name in ("step", "loss", "held_out_tau_sampled")] for line in metrics(one)]
-        for one in (run_dir, expected)
-    )
-    assert found == [pytest.approx(line, rel=1e-5) for line in whole]
+    assert_same_lines(run_dir, expected, "loss", "held_out_tau_sampled", within=1e-5)
     torch.testing.assert_close(head(run_dir), head(expected), rtol=1e-4, atol=1e-5)
 
 
 def assert_nothing_left(engine: Engine) -> None:
-    assert not [one.name for one in threading.enumerate() if "_fill" in one.name or "answer)" in one.name]
-    assert list(engine.directory.iterdir()) == []
+    assert not [one for one in threading.enumerate() if "_fill" in one.name or "answer)" in one.name]
+    assert not list(engine.directory.iterdir())
 
 
 @pytest.mark.parametrize("num_steps", [4, 8], ids=["online", "cached"])
@@ -130,13 +119,6 @@ def test_a_run_on_served_states_trains_as_one_that_computes_them(
     assert (len(texts) == NUM_TEXTS) == (num_steps > 4) == (run_dir / "hidden").exists()
 
 
-def test_the_comparison_sees_states_that_are_wrong_by_a_thousandth(one: Case, tmp_path: Path) -> None:
-    one.engine.states = lambda states_TLD: states_TLD + 1e-3 * torch.randn(states_TLD.shape)
-    assert one.run(tmp_path / "run", one.engine)[0] == 0
-    with pytest.raises(AssertionError):
-        assert_same_training(tmp_path / "run", one.here)
-
-
 @pytest.mark.parametrize("what", ["model", "layer", "norm"])
 def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_right_one_goes_on(
     what: str, one: Case, tmp_path: Path, capfd: Capture
@@ -147,9 +129,7 @@ def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_rig
     if what == "norm":
         wrong.states = load_trunk(trunk, family_of(FAMILY), dtype="float32").of_last_layer
     assert one.run(run_dir, wrong)[0] == 2
-    found = re.search(r"prefers .* at (\d+\.\d)% of \d+ positions, and a far one at \d+ ", capfd.readouterr().err)
-    assert found
-    assert float(found[1]) < 99
+    assert re.search(r"prefers .* at [0-9]?[0-8]\.\d% of \d+ positions, and a far one at ", capfd.readouterr().err)
     assert {path.name for path in run_dir.iterdir()} == CLAIMED
     assert_nothing_left(wrong)
     assert one.run(run_dir, one.engine)[0] == 0
@@ -157,44 +137,42 @@ def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_rig
 
 
 def shards(run_dir: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in run_dir.glob("hidden/*/*")}
+    return {path.name: path.read_bytes() for path in run_dir.glob("hidden/*/*.safetensors")}
 
 
 @ONLINE_OR_CACHED
-@pytest.mark.parametrize("how", ["dead", "stopped"])
+@pytest.mark.parametrize(("how", "code"), [("dead", 2), ("stopped", 143)])
 def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
-    how: str, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
+    how: str, code: int, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
     run_dir, signals = tmp_path / "run", [signal.SIGTERM]
 
     def reply(payload: dict[str, Any]) -> Reply:
-        if list(run_dir.glob("hidden/*/states-00002*" if settings else "state/step-00000002")):
+        if list(run_dir.glob("hidden/*/states-00002.safetensors" if settings else "state/step-00000002")):
             if how == "dead":
                 return Reply(503)
-            for _ in range(len(signals)):
+            while signals:
                 os.kill(os.getpid(), signals.pop())
         return one.engine(payload)
 
-    code, first = one.run(run_dir, reply, **settings)
-    said, log = capfd.readouterr().err, (run_dir / "run.log").read_text()
-    assert code == (2 if how == "dead" else 143)
-    assert ("answers 503 (Service Unavailable); waiting for it.\n" in log) == (how == "dead")
-    assert (", 14 times; expected an answer. Start it" in said) == (how == "dead")
+    found, first = one.run(run_dir, reply, **settings)
+    assert found == code
+    waits = "answers 503 (Service Unavailable); waiting for it." in (run_dir / "run.log").read_text()
+    assert waits == (", 14 times; expected an answer. " in capfd.readouterr().err) == (how == "dead")
     assert_nothing_left(one.engine)
     finished = shards(run_dir)
-    assert all(name.endswith(".safetensors") for name in finished)
-
-    same, one.engine.fingerprints = one.engine.fingerprints, itertools.repeat("of FP8")
+    one.engine.fingerprints = itertools.repeat("of FP8")
     assert one.run(run_dir, one.engine, **settings)[0] == 2
-    assert re.search(r": is \[.*'of FP8'.*\]; expected \[.*'vllm-0.32.0-abc'.*\], with which", capfd.readouterr().err)
-    one.engine.fingerprints = same
-    code, second = one.run(run_dir, one.engine, **settings)
-    assert code == 0
+    assert re.search(r": is \[.*'of FP8'.*; expected \[.*'vllm-0.32.0-abc'.*, with which", capfd.readouterr().err)
+    one.engine.fingerprints = itertools.repeat("vllm-0.32.0-abc")
+    found, second = one.run(run_dir, one.engine, **settings)
+    assert found == 0
     assert_same_training(run_dir, one.here)
+    # Those of finished steps are not asked for again.
     assert set(first) - set(second)
     if settings:
         assert sum(len(load(content)) for content in finished.values()) == NUM_TEXTS - len(second)
-        assert one.run(tmp_path / "whole", one.engine, **settings)[0] == 0
+        one.run(tmp_path / "whole", one.engine, **settings)
         assert shards(run_dir) == shards(tmp_path / "whole") | finished
 
 
