@@ -233,14 +233,13 @@ class Endpoint:
 
     def _payload(self, request: Request) -> dict[str, Any]:
         """Return the JSON body of a completion request."""
-        sampling = request.sampling
         return {
             "model": self.model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_new_tokens,
-            **asdict(sampling),
+            **asdict(request.sampling),
             # vLLM, SGLang and llama.cpp all read -1 as "all tokens".
-            "top_k": sampling.top_k or -1,
+            "top_k": request.sampling.top_k or -1,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

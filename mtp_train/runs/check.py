@@ -104,8 +104,9 @@ class Room:
         """The memory that each process needs, in words."""
         used = max(self.training.total_bytes, self.memory.decoding_bytes if self.decodes else 0)
         text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.needs_shards else "")
-        loading = f", and {self.memory.loading_bytes / GIB:.3g} GiB of main memory"
-        return f"{text}{loading}" if self.memory.offloaded_bytes else text
+        if self.memory.offloaded_bytes:
+            text += f", and {self.memory.loading_bytes / GIB:.3g} GiB of main memory"
+        return text
 
     @property
     def decoding_problem(self) -> str | None:
@@ -356,11 +357,14 @@ class CheckResult(Shown):
         if shards is not None:
             yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()
         if self.room.decodes:
-            texts, kept = self.room.decoded_texts, self.room.decoded_texts * self.room.text_bytes
+            kept = self.room.decoded_texts * self.room.text_bytes
             needed = (
                 f"{(memory.decoding_bytes + kept) / GIB:.2f} GiB, of which keys and values at most {kept / GIB:.2f}"
             )
-            yield "  to answer and to measure", f"{needed}: {texts} texts of {self.plan.seq_len_tokens} tokens"
+            yield (
+                "  to answer and to measure",
+                f"{needed}: {self.room.decoded_texts} texts of {self.plan.seq_len_tokens} tokens",
+            )
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
             yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"

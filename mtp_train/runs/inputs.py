@@ -345,8 +345,8 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
 
 def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     """Return the plan of a draft model. Where its output matrix is a copy of the trunk's rows, those rows are used."""
-    plan, text_config = draft_plan(draft, trunk), text_config_of(trunk)
-    usual = of_kind(trunk.family, draft.kind.name).wiring.trunk_layers(text_config)
+    plan = draft_plan(draft, trunk)
+    usual = of_kind(trunk.family, draft.kind.name).wiring.trunk_layers(text_config_of(trunk))
     if draft.trunk_layers not in (None, usual):
         raise UnsupportedModelError(
             f"{draft.checkpoint.path}: reads the trunk's layers {draft.trunk_layers}; expected {usual}, which all "

@@ -405,10 +405,11 @@ def rescue(
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
     run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
-    refused = gate is not None and not gate.passed
+    if gate is None:
+        return _result(recipe, RETRAINED, "", console)
     # The refusal ends in the command for a graft, which is written here.
-    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
+    reason = gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
+    return _result(recipe, RETRAINED if gate.passed else GRAFT, reason, console)
 
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:

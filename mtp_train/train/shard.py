@@ -146,7 +146,7 @@ def require_plain(trunk: Ends) -> None:
 def _partition(module: HeadTraining, accelerator: Accelerator) -> None:
     import deepspeed
 
-    trunk, head = module.ends, module.head
+    trunk = module.ends
     for layer in trunk.layers:
         # Gather each layer as a whole: processes use different experts, but have to gather the same weights.
         fetch_as_a_whole(layer)
@@ -154,10 +154,10 @@ def _partition(module: HeadTraining, accelerator: Accelerator) -> None:
         module=trunk, config_dict_or_path=accelerator.state.deepspeed_plugin.deepspeed_config, dtype=torch.float32
     )
     # DeepSpeed does not move modules with partitions to the device.
-    head.to(accelerator.device)
+    module.head.to(accelerator.device)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(accelerator.device)
-    for matrix_VD in [trunk.lm_head_VD, *(head.own_lm_heads(module.num_depths) or [])]:
+    for matrix_VD in [trunk.lm_head_VD, *(module.head.own_lm_heads(module.num_depths) or [])]:
         deepspeed.zero.register_external_parameter(module, matrix_VD)
 
 

@@ -96,9 +96,11 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
         # By default, bitsandbytes computes a column with an outlier in any row of the batch in another way, for all
         # rows. A token's state would depend on the other rows, and decoding would not be lossless.
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0, llm_int8_skip_modules=kept)
-    compute = dtype if isinstance(dtype, torch.dtype) else None
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=kept
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        llm_int8_skip_modules=kept,
     )
 
 

@@ -161,8 +161,8 @@ def untie_command(path: Path) -> str:
 
 
 def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
-    config, key = checkpoint.config, layout.lm_head_key
-    tied = config.get("tie_word_embeddings", checkpoint.text_config.get("tie_word_embeddings"))
+    key = layout.lm_head_key
+    tied = checkpoint.config.get("tie_word_embeddings", checkpoint.text_config.get("tie_word_embeddings"))
     if not tied or key not in checkpoint.tensors or equal_values(checkpoint, key, checkpoint, layout.embed_key):
         return None
     return key
