@@ -32,7 +32,7 @@ from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.loop import train_head
-from mtp_train.train.shard import ShardedStates, give_up_shards, shards_trunk
+from mtp_train.train.shard import ShardedStates, gather_in, give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates, isolated_hidden
 from runs import tiny_recipe
@@ -131,7 +131,7 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
     tokens_1T, document_1T = batch.tokens_BT, batch.document_BT
     expected = isolated_hidden(trunk, tokens_1T, document_1T)
     whole, states = held(trunk.layers), ShardedStates(trunk)
-    states.gather_here(accelerator)
+    gather_in(states, states.ends, accelerator)
     rows = [[sequences(0)[rank]] for rank in range(accelerator.num_processes)]
     prepared = states.prepare(rows, accelerator.process_index)
     off = float((states(tokens_1T, document_1T, prepared) - expected).abs().max())

@@ -70,8 +70,11 @@ class SpecCounts:
 
 def read_counters(text: str) -> Counters:
     """Return the counters of drafts and of generated tokens from the text of ``/metrics``."""
-    found = filter(None, map(_SERIES.match, text.splitlines()))
-    return {(match[1], match[2] or ""): float(match[3]) for match in found if not match[1].endswith("_created")}
+    return {
+        (match[1], match[2] or ""): float(match[3])
+        for match in filter(None, map(_SERIES.match, text.splitlines()))
+        if not match[1].endswith("_created")
+    }
 
 
 def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCounts]:
@@ -142,10 +145,9 @@ def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
         # Its fields are missing where nothing was drafted.
         return SpecCounts() if told else None
     histogram = _first(told, "spec_correct_drafts_histogram", "spec_accept_histogram") or ()
-    reached = tuple(reversed(tuple(accumulate(reversed(histogram)))))
+    reached = tuple(accumulate(reversed(histogram)))[::-1]
     # There may be no histogram, or one of another quantity.
-    is_whole = reached[:1] == (rounds,) and sum(reached[1:]) == accepted
-    per_pos = reached[1:] if is_whole else None
+    per_pos = reached[1:] if reached[:1] == (rounds,) and sum(reached[1:]) == accepted else None
     return SpecCounts(rounds=rounds, draft_tokens=drafted, accepted_tokens=accepted, accepted_per_pos=per_pos)
 
 

@@ -145,18 +145,16 @@ class Endpoint:
         self.stop_trying()
         self._client.close()
 
-    def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Response | Refusal]]:
+    def answers(self, requests: Iterable[Request], ask: Callable[[Request], T]) -> Iterator[tuple[int, T]]:
         """Send requests, ``concurrency`` at a time, and yield the answers as they arrive with their requests' numbers.
+
+        At most ``concurrency`` requests are sent ahead of what the caller has taken.
+
+        Args:
+            ask: Called from several threads: :meth:`ask`, or a function around it.
 
         Raises:
             DataError: No request finishes for ten minutes; or one fails for good, after the answers to those in flight.
-        """
-        return self.each(requests, self.ask)
-
-    def each(self, requests: Iterable[Request], ask: Callable[[Request], T]) -> Iterator[tuple[int, T]]:
-        """Do as :meth:`answers` with another function that asks, from several threads.
-
-        At most ``concurrency`` requests are sent ahead of what the caller has taken.
         """
         waiting, in_flight, failure = enumerate(requests), 0, None
         ended = SimpleQueue[tuple[int, T | BaseException]]()
@@ -294,13 +292,11 @@ class Endpoint:
             raise self.unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: request.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
-            token_ids.append(self._end(choice))
+            # The token that ended the response, which some servers leave out.
+            told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
+            ends = (token for token in told if type(token) is int and token in self._eos_ids)
+            token_ids.append(next(ends, min(self._eos_ids)))
         return Response(token_ids, document)
-
-    def _end(self, choice: Mapping[str, Any]) -> int:
-        """Return the token that ended a response, for servers that leave it out of the response."""
-        told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
-        return next((token for token in told if type(token) is int and token in self._eos_ids), min(self._eos_ids))
 
     def _request(
         self,

@@ -48,8 +48,14 @@ class Answering:
         """Return the row to store for a response, cut after its first end-of-text token."""
         ends = [index for index, token in enumerate(response_ids) if token in self.eos_ids]
         kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
-        seed = noise_seed(prompt.id, self.sampling.seed)
-        return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)
+        return RegeneratedRow(
+            prompt.id,
+            prompt.group,
+            prompt.prompt_ids,
+            kept,
+            finished=bool(ends),
+            seed=noise_seed(prompt.id, self.sampling.seed),
+        )
 
 
 def noise_seed(prompt_id: str, seed: int) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,7 @@ def fit_of(judge: Judge, answers: Sequence[Answer], sampling: Sampling, eos_ids:
     Raises:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
-    tokens, sums = 0, [0.0, 0.0, 0.0]
+    tokens, sums = 0, np.zeros(3)
     ends, device = judge.ends, judge.ends.lm_head_VD.device
     rows = SamplingRows.stack([sampling], device)
     for prompt_ids, response_ids in answers:
@@ -103,9 +104,8 @@ def fit_of(judge: Judge, answers: Sequence[Answer], sampling: Sampling, eos_ids:
             if not logits_TV.amax().isfinite():
                 raise non_finite_error("trunk", ends, len(prompt_ids) + len(response_ids))
             p_TV = probabilities(logits_TV[None], rows)[0].double()
-            more = _moments(p_TV, said_T[part], sorted(eos_ids))
-            sums = [one + other for one, other in zip(sums, more, strict=True)]
-    found, expected, variance = sums
+            sums += _moments(p_TV, said_T[part], sorted(eos_ids))
+    found, expected, variance = sums.tolist()
     allowed = allowance(max(variance, 0.0)) / tokens + (SLACK if sampling.temperature else GREEDY_SLACK)
     return AnswerFit(len(answers), tokens, found / tokens, expected / tokens, allowed)
 
@@ -163,7 +163,7 @@ def regenerate_served(
             stored += len(rows)
 
     try:
-        for number, answer in endpoint.answers(map(answering.request, prompts)):
+        for number, answer in endpoint.answers(map(answering.request, prompts), endpoint.ask):
             if isinstance(answer, Refusal):
                 refusals.append(answer.reason)
             else:

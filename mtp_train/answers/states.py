@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,14 +39,6 @@ LEAST_AGREEMENT = 0.99
 NEAR_TIE = 2.0**-5
 """Largest gap of a near tie, as a part of the best logit: four steps of bfloat16, by which the rounding of the final
 norm, of the lm_head's sums and of the logits differs between two programs."""
-
-
-class ServedText(NamedTuple):
-    """A server's pass over one text."""
-
-    states_TLD: Tensor
-    """One state for every token that the trunk read: the prompt, and all tokens of the response but the last one."""
-    response: Response
 
 
 class StatesServer:
@@ -84,11 +76,9 @@ class StatesServer:
         Raises:
             DataError: The server fails for good, refuses a text, or returns states that are not the text's.
         """
-        return ((number, found.states_TLD) for number, found in self.endpoint.each(map(_reading, texts), self.answer))
-
-    def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, ServedText]]:
-        """Yield responses with the states of prompt and response, from one pass, as they arrive."""
-        return self.endpoint.each(requests, self.answer)
+        return (
+            (number, states_TLD) for number, (states_TLD, _) in self.endpoint.answers(map(_reading, texts), self.answer)
+        )
 
     def top_ids(self, text: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return the states of a text and the server's most probable token after each of its tokens.
@@ -104,8 +94,8 @@ class StatesServer:
                 return states_TLD, top_ids
         raise self.endpoint.unusable("returns no prompt_logprobs of the text", "vLLM's completions", self.cure)
 
-    def answer(self, request: Request, **more: Any) -> ServedText:
-        """Return the response to one request, with its states; ``more`` are further fields of the request's body."""
+    def answer(self, request: Request, **more: Any) -> tuple[Tensor, Response]:
+        """Return the states of a request's text and the response; ``more`` are further fields of the request's body."""
         for _ in range(ASKED_AT_MOST):
             response = self.endpoint.ask(request, kv_transfer_params={"include_output_tokens": True}, **more)
             if isinstance(response, Refusal):
@@ -114,12 +104,12 @@ class StatesServer:
             path = self._path(response.document)
             loaded = self._load(path)
             if loaded is not None:
-                sent = [*request.prompt_ids, *response.token_ids[:-1]]
+                sent = list(request.prompt_ids)
                 if loaded[1] == sent:
                     # No other file than this request's is deleted, whatever path the server names.
                     path.unlink()
                     _lock(path).unlink(missing_ok=True)
-                return ServedText(self._checked(*loaded, sent), response)
+                return self._checked(*loaded, sent), response
         cure = "Check its log, that this directory is the server's, and that one user runs both; then run it again"
         raise self.endpoint.unusable(f"has not written {path}", "it within a minute", cure)
 
@@ -172,8 +162,8 @@ class StatesServer:
         elif form != expected:
             problem = "returns states of {} in {}".format(*form), "{} (layers, width) in {}".format(*expected)
         elif len(bad_T):
-            where = f"{bad_T[:8].tolist()} of {len(token_ids)}"
-            problem = f"returns states that are NaN, infinite or 0 at positions {where}", "finite ones"
+            found = f"returns states that are NaN, infinite or 0 at positions {bad_T[:8].tolist()} of {len(token_ids)}"
+            problem = found, "finite ones"
         else:
             return states_TLD.clone()
         raise self.endpoint.unusable(*problem, self.cure)

@@ -147,13 +147,12 @@ def file_rows(path: Path) -> Iterator[RegeneratedRow]:
     """Yield the complete rows of a file; none without a file."""
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            row = _ROW.validate_json(line)
+            yield _ROW.validate_json(line)
         except ValidationError as error:
             raise DataError(
                 f"{path}, line {number}: cannot be read ({error.errors()[0]['msg']}); expected a response of "
                 "`regenerate`. Delete the line: its prompt will be answered again."
             ) from error
-        yield row
 
 
 def settings_key(settings: Mapping[str, object]) -> str:

@@ -240,7 +240,7 @@ def measure_endpoint(
         DataError: The server fails permanently, was restarted, or serves other clients.
     """
     # An uncounted request: the first one of a server may take long.
-    list(endpoint.answers([_request(prompts[0], 0.0, replace(grid, max_new_tokens=WARM_UP_TOKENS))]))
+    list(endpoint.answers([_request(prompts[0], 0.0, replace(grid, max_new_tokens=WARM_UP_TOKENS))], endpoint.ask))
     bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(grid.temperatures))
     tick = partial(progress.advance, bar)
     asked = {one: _ask_all(endpoint, prompts, one, grid, tick) for one in grid.temperatures}
@@ -291,7 +291,7 @@ def _ask_all(
     requests = [_request(prompt, temperature, grid) for prompt in prompts]
     found: dict[int, ServedRecord | Refusal] = {}
     counters, generated, started = endpoint.counters(), 0, time.perf_counter()
-    for number, answer in endpoint.answers(requests):
+    for number, answer in endpoint.answers(requests, endpoint.ask):
         gained = None
         if counters is not None:
             # The next request is sent after this.

@@ -110,8 +110,8 @@ class Room:
     @property
     def decoding_problem(self) -> str | None:
         """Why a GPU cannot decode with the trunk; None if it can, or need not."""
-        needed, memory = self.memory.decoding_bytes, self.device.memory_bytes
-        if not self.decodes or self.device.kind != "cuda" or needed <= ROOM_SHARE * memory:
+        needed = self.memory.decoding_bytes
+        if not self.decodes or self.device.kind != "cuda" or needed <= ROOM_SHARE * self.device.memory_bytes:
             return None
         return (
             f"{needed / GIB:.3g} GiB of trunk and two heads, to answer prompts and to measure, on {self.device}, of "
@@ -167,10 +167,10 @@ class Shapes:
         )
         shards = None
         # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3, unless they are served.
-        is_packed = self._is_packed or recipe.model.quantization is not None
-        if on_gpu and (options.is_served or not is_packed):
-            is_adapted = recipe.model.adapter is not None
-            shards = in_shards(memory, options, self.trunk, self._head, plan, is_adapted=is_adapted)
+        if on_gpu and (options.is_served or not (self._is_packed or recipe.model.quantization)):
+            shards = in_shards(
+                memory, options, self.trunk, self._head, plan, is_adapted=recipe.model.adapter is not None
+            )
         answered = recipe.data.regenerate
         own = None if answered is None or answered.endpoint else answered.batch_size
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
@@ -196,10 +196,10 @@ class Shapes:
                     added = [f"train.precision={recipe.train.precision}", *changes, *overrides]
                     changed, _ = resolved_recipe(given, added, world_size=processes, device=device)
                     room = self.room(changed, processes, device)
-                    refused = refusals(changed, self.model, processes)
+                    fits = room.problem is None and not refusals(changed, self.model, processes)
                 except MtpError:
                     continue
-                if room.problem is None and not refused:
+                if fits:
                     launched = [] if processes == world_size else ["--processes", str(processes)]
                     yield shlex.join([*overrides, *launched]), room.needs
                     break
@@ -221,8 +221,7 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
     servers = [*(SERVERS if recipe.data.regenerate is not None else SERVERS[-1:]), *whole]
     if recipe.decodes and recipe.data.regenerate is not None:
-        counts = itertools.product([world_size, *doubled], same)
-        yield [([*servers, *change], count) for count, change in counts]
+        yield [([*servers, *change], count) for count, change in itertools.product([world_size, *doubled], same)]
     if recipe.model.adapter is recipe.model.quantization is recipe.train.states is None:
         yield [([*servers, STATES, *change], world_size) for change in same]
 
@@ -317,11 +316,10 @@ class CheckResult(Shown):
         )
         measures, tokens = measured_tokens(recipe)
         if measures:
-            share = measures * tokens / plan.total_tokens
             yield (
                 "selects",
                 f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
-                f"passes: at most {share:.0%} of the tokens above",
+                f"passes: at most {measures * tokens / plan.total_tokens:.0%} of the tokens above",
             )
         yield "kernels", self.kernels
         yield from self._sizes()
@@ -428,8 +426,8 @@ def _launch_command(words: Sequence[str], room: Room) -> str:
         return f"mtp-train run {arguments}"
     on_cpu = room.device.kind == "cpu"
     file = accelerate_file("cpu_ddp" if on_cpu else "fsdp2" if room.needs_shards else "ddp")
-    launcher = f"accelerate launch --config_file {file} --num_processes {count}"
-    return f"{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}{launcher} -m mtp_train {arguments}"
+    variable = "ACCELERATE_USE_CPU=true " if on_cpu else ""
+    return f"{variable}accelerate launch --config_file {file} --num_processes {count} -m mtp_train {arguments}"
 
 
 def _checked(
@@ -456,8 +454,8 @@ def _checked(
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    is_other = recipe.head.is_new or recipe.head.kind != "mtp"
-    num_modules = recipe.fresh_modules if is_other else family.declared_modules(raw) or 1
+    has_own = recipe.head.kind == "mtp" and not recipe.head.is_new
+    num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
     head_family = of_kind(family, recipe.head.kind)
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
     model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
@@ -470,7 +468,6 @@ def _checked(
     shapes = Shapes(recipe, model, checkpoint)
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
-    kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
     return CheckResult(
@@ -481,19 +478,18 @@ def _checked(
         disk_bytes=disk_bytes(recipe, room.memory, num_tokens, shapes.trunk.state_width),
         serves=serves,
         rewired=wiring_note(head_family, recipe.head.convention, serves),
-        kinds=kinds,
+        kinds=kinds_served(family) if recipe.head.is_new else {},
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
-        states_command=None if recipe.train.states is None else _states_command(recipe, model),
+        states_command=None
+        if recipe.train.states is None
+        else serving_command(
+            recipe, path, raw, served_layers(text_config, head_family.wiring.trunk_layers(text_config))
+        ),
         data=None if text is None else _described(recipe, text),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
     )
-
-
-def _states_command(recipe: Recipe, model: HeadOnTrunk) -> str:
-    layers = served_layers(model.text_config, model.family.wiring.trunk_layers(model.text_config))
-    return serving_command(recipe, model.path, model.config, layers)
 
 
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:
@@ -508,8 +504,7 @@ def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> Ru
     """Read the data as a run does, and split it; None without a tokenizer."""
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
-    tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
-    return gather_text(recipe, tokenizer, vocab_size)
+    return gather_text(recipe, recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {})), vocab_size)
 
 
 def _described(recipe: Recipe, text: RunText) -> str:

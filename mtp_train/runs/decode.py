@@ -145,9 +145,7 @@ def _decode(
     progress: Progress,
 ) -> GenerateResult:
     """Decode a request for each text; ``given``: the other settings, which the result repeats."""
-    depth = asked.depth
-    variables = given["chat_template_kwargs"]
-    head = given["head"]
+    depth, variables, head = asked.depth, given["chat_template_kwargs"], given["head"]
     if variables and not given["chat"]:
         raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
@@ -213,7 +211,7 @@ class EvaluationResult(Shown):
         return summary(self.report)
 
     def __str__(self) -> str:
-        return as_text(self.__rich__())
+        return as_text(self.__rich__()).rstrip()
 
 
 def evaluate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import io
 import json
 import logging
 import sys
@@ -74,9 +73,7 @@ class _Log(RenderHook):
         """Write what is about to be printed, and leave it as it is."""
         shown = [one for one in renderables if not isinstance(one, Control | LiveRender)]
         if shown:
-            text = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
-            text.print(*shown, sep="\n", soft_wrap=True)
-            self.write(text.file.getvalue())  # type: ignore[attr-defined]
+            self.write(as_text(*shown, soft_wrap=True))
         return renderables
 
     def write(self, text: str) -> None:
@@ -109,13 +106,13 @@ class Shown:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def as_text(shown: RenderableType) -> str:
+def as_text(*shown: RenderableType, soft_wrap: bool = False) -> str:
     """Return what rich prints where there is no terminal."""
     # Without force_jupyter=False rich displays the table in a notebook instead of returning it.
     console = Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
     with console.capture() as text:
-        console.print(shown)
-    return text.get().rstrip()
+        console.print(*shown, sep="\n", soft_wrap=soft_wrap)
+    return text.get()
 
 
 def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:

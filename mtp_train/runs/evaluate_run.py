@@ -19,7 +19,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name, judge_command
 from mtp_train.data.tokenize import Prompt
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms, measure_trunk
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
@@ -70,14 +70,14 @@ def unjudged(recipe: Recipe, inputs: Inputs) -> Report:
 
 def served_commands(recipe: Recipe, run_dir: Path) -> str:
     """Return how to compare an unjudged head with its baseline on servers, in lines of commands."""
-    trunk, donor, baseline = recipe.model.trunk, recipe.model.head_from, recipe.gate_baseline
+    trunk, donor = recipe.model.trunk, recipe.model.head_from
     export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
     served, before = export if recipe.head.kind == "mtp" else trunk, trunk
     lines = [
         "Serve each of the two with its drafts, one after the other, and measure it:",
         evaluate_command(served, f"{run_dir}-served"),
     ]
-    if baseline == GRAFT and donor is not None and recipe.head.kind == "mtp":
+    if recipe.gate_baseline == GRAFT and donor is not None and recipe.head.kind == "mtp":
         lines.append(graft_command(trunk, donor))
         before = grafted_name(trunk)
     return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline"), judge_command(run_dir)])
@@ -134,8 +134,7 @@ def measure(
         seq_len_tokens=recipe.data.seq_len_tokens,
         dense_tokens=recipe.evaluate.dense_tokens,
     )
-    prompts: Prompts = {None: inputs.text.held_out}
-    return measure_trunk(arms, prompts, settings, run.progress, run.processes, shallow=shallow)
+    return measure_trunk(arms, {None: inputs.text.held_out}, settings, run.progress, run.processes, shallow=shallow)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -151,9 +150,8 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
 
 
 def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDrafting:
-    weight = trunk.lm_head_VD
-    head = build_head(plan, text_config_of(checkpoint), dtype=weight.dtype).to(weight.device).eval()
-    return HeadDrafting(head, plan.draft_vocab)
+    head = build_head(plan, text_config_of(checkpoint), dtype=trunk.lm_head_VD.dtype)
+    return HeadDrafting(head.to(trunk.lm_head_VD.device).eval(), plan.draft_vocab)
 
 
 def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) -> MeasuredArm:

@@ -67,9 +67,12 @@ def write_export(
         merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
         return write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
     require_exportable(trunk, artifact.family.kind, adapter)
-    layer_config = artifact.family.classes.config(text_config_of(trunk), artifact.num_modules)
-    on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
-    write_draft_checkpoint(trunk, on_trunk, layer_config, out)
+    write_draft_checkpoint(
+        trunk,
+        replace(artifact, layout=layout_of(trunk, artifact.family)),
+        artifact.family.classes.config(text_config_of(trunk), artifact.num_modules),
+        out,
+    )
     return None
 
 
@@ -166,10 +169,10 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
 def _measured(report: Report) -> list[str]:
     if report.gate is None:
         return [UNJUDGED_SENTENCE]
-    verdict, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
     return [
         f"## Acceptance: {report.gate.outcome}",
-        f"{verdict}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip(),
+        f"{wording.capitalised(report.gate.reason)}. {wording.lossless_sentence(report.lossless)} "
+        f"{wording.held_out_sentence(report.settings)}".rstrip(),
     ]
 
 

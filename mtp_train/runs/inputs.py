@@ -134,7 +134,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
         require_exportable(finetune, recipe.head.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
         require_finite_checkpoint(checkpoint, progress)
-    home = home_prompts(recipe, tokenizer)
     # Printed after all checks: a refusal is one message alone.
     if PartialState().is_main_process:
         progress.console.print(f"data: {'. '.join([text.split, *text.notes])}.")
@@ -146,7 +145,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
         text=text,
-        home=home,
+        home=home_prompts(recipe, tokenizer),
     )
 
 
@@ -178,12 +177,15 @@ def gather_text(
 
 def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
-    convention = recipe.head.convention
     if recipe.head.init in ("copy_last_layer", "random"):
-        text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
-        kind, count = recipe.head.kind, recipe.fresh_modules
         return fresh_plan(
-            finetune, text_config, convention, seed=recipe.seed, start=recipe.head.init, kind=kind, num_modules=count
+            finetune,
+            text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code),
+            recipe.head.convention,
+            seed=recipe.seed,
+            start=recipe.head.init,
+            kind=recipe.head.kind,
+            num_modules=recipe.fresh_modules,
         )
     # A graft without a donor is refused when the recipe is read.
     return source_plan(recipe, finetune, finetune if recipe.head.init == "native" or donor is None else donor)
@@ -276,9 +278,11 @@ def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     source = home_source(recipe.model.head_from)
     if VANILLA not in recipe.evaluate.arms or recipe.study is not None or source is None:
         return []
-    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
-    prompts = build_prompts([with_variables(one, recipe.data.chat_template_kwargs) for one in records], tokenizer)
-    return choose_evenly(prompts, min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
+    records = [
+        with_variables(one, recipe.data.chat_template_kwargs)
+        for one in load_records(resolve(source), group_field=GROUP_FIELD, name=source)
+    ]
+    return choose_evenly(build_prompts(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
 
 
 SAME_ROWS = 0.1
@@ -318,8 +322,13 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
     if isinstance(source.stored, DraftModel):
         plan = _of_draft(source.stored, finetune)
     else:
-        trusts = recipe.model.trust_remote_code
-        plan = graft_artifact_plan(finetune, source.stored, source.path, head.convention, trust_remote_code=trusts)
+        plan = graft_artifact_plan(
+            finetune,
+            source.stored,
+            source.path,
+            head.convention,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
     if plan.output is not None and head.draft_vocab is not None:
         raise RecipeError(
             f"head.draft_vocab: {head.draft_vocab}, and {source.path} has an output matrix of its own; expected its "
@@ -345,9 +354,7 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
         )
     if plan.output is None:
         return plan
-    layout = plan.layout
-    weight = plan.output.weight
-    ids_R = plan.output.token_ids_R
+    layout, weight, ids_R = plan.layout, plan.output.weight, plan.output.token_ids_R
     own_RD = weight.load()
     rows_RD = trunk.read(layout.lm_head_key if layout.lm_head_key in trunk.tensors else layout.embed_key)
     if ids_R is not None:

@@ -271,9 +271,8 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     fields = [field for field in auto if field in FROM_TEXT]
     if not fields or _has_begun(run):
         return
-    processes = run.accelerator.num_processes
-    training, _ = part_documents(run.recipe, documents)
-    resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
+    text = [documents[index] for index in part_documents(run.recipe, documents)[0]]
+    resolved = resolve_training(run.recipe, fields, text, run.accelerator.num_processes)
     run.settle(broadcast_object_list([resolved])[0])
 
 
@@ -299,12 +298,17 @@ def _serving(run_dir: Path, report: Report, trunk: Path | None = None) -> dict[s
 
 def _export(run: Run) -> str:
     """Write the exported checkpoint and its card, and return a sentence with its place."""
-    run_dir, inputs, link = run.directory.path, run.inputs, run.recipe.export.link
+    run_dir, trunk, equal = run.directory.path, run.inputs.finetune, None
     out = run_dir / EXPORT
-    trunk, equal = inputs.finetune, None
     if not out.exists():
-        artifact = load_artifact(run_dir / HEAD)
-        equal = write_export(trunk, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
+        equal = write_export(
+            trunk,
+            load_artifact(run_dir / HEAD),
+            out,
+            adapter=run.inputs.adapter,
+            link=run.recipe.export.link,
+            progress=run.progress,
+        )
     write_card(run_dir, out)
     told = f" Exported to {out}{'' if equal is None else f' (trunk: {equal})'}."
     return " ".join([told, *left_out(trunk, layout_of(trunk))])

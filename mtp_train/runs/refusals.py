@@ -24,7 +24,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.groups import holdout_of
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
-from mtp_train.families import Convention, Family, RawConfig
+from mtp_train.families import Family, RawConfig
 from mtp_train.families.served_states import states_refusal
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
 from mtp_train.heads.lora import require_lora_targets
@@ -62,7 +62,6 @@ class HeadOnTrunk(NamedTuple):
 
 def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpError]:
     """Return every problem of a recipe with its model, its inputs and the number of processes; reads no weights."""
-    convention = model.family.convention(recipe.head.convention)
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
     checks: list[Check] = [
@@ -74,8 +73,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     ]
     with named_rejections(model.path):
         found = _errors_of(checks)
-    of_head = _of_the_head(recipe, model, convention)
-    return [*of_head, *_of_states(recipe, model), *_of_the_demo(recipe, model.path), *found]
+    return [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.path), *found]
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
@@ -130,7 +128,8 @@ def _of_states(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
         )
 
 
-def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
+def _of_the_head(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
+    convention = model.family.convention(recipe.head.convention)
     if recipe.objective.unroll == "fastmtp" and model.num_modules > 1 and convention.modules == "each":
         yield RecipeError(
             f"objective.unroll: 'fastmtp' with a head of {model.num_modules} chained modules, whose depths attend "
@@ -232,10 +231,10 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
     for name, largest in largest_ids:
         if largest >= vocab_size:
             source, _, number = name.rpartition("#")
-            token = tokenizer.convert_ids_to_tokens(largest)
             raise DataError(
-                f"{source}, record {number}: has the token {token!r} with the id {largest}; expected ids below "
-                f"{vocab_size}, for which the trunk has embeddings. Remove the token or the record."
+                f"{source}, record {number}: has the token {tokenizer.convert_ids_to_tokens(largest)!r} with the id "
+                f"{largest}; expected ids below {vocab_size}, for which the trunk has embeddings. Remove the token or "
+                "the record."
             )
 
 
@@ -277,8 +276,7 @@ TrunkContents = tuple[Contents, Contents | None]
 
 def require_answers(recipe: Recipe, run_dir: Path, trunk: TrunkContents | None = None) -> None:
     """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they are copied."""
-    is_copied = any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
-    if recipe.data.responses is not None and not is_copied:
+    if recipe.data.responses is not None and not any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}")):
         answers_of(recipe.data.responses, trunk)
 
 
@@ -286,8 +284,9 @@ def answers_of(location: str, trunk: TrunkContents | None) -> list[tuple[Path, d
     """Return the directories of the responses that a run generated, of a trunk if given, and their settings."""
 
     def refused(found: str, expected: str, instead: str) -> DataError:
-        told = f"data.responses: {location} {found}; expected {expected}"
-        return DataError(f"{told}. {instead}, or write data.responses: null.")
+        return DataError(
+            f"data.responses: {location} {found}; expected {expected}. {instead}, or write data.responses: null."
+        )
 
     run = Path(location).expanduser()
     if not is_run(run):

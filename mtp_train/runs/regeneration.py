@@ -37,7 +37,7 @@ from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.trunks import answering_dtype, served_judge, trunk_in_shards
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
-from mtp_train.train.shard import shard_decoder, shards_trunk
+from mtp_train.train.shard import gather_in, shards_trunk
 from mtp_train.trunk.load import Trunk
 
 COPIED_FROM_FILE = "copied.json"
@@ -59,10 +59,7 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
     responses: the first process asks the server.
     """
-    recipe = run.recipe
-    inputs = run.inputs
-    accelerator = run.accelerator
-    progress = run.progress
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     directory, deciding = responses_directory(run, settings)
     needs_one = settings.endpoint is None or recipe.decodes or recipe.train.states is not None
     is_shared = shards_trunk(accelerator) and not needs_one
@@ -96,8 +93,9 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    groups = {prompt.id: prompt.group for prompt in inputs.text.prompts}
-    documents, counts = store.to_documents(recipe.data.seq_len_tokens, groups)
+    documents, counts = store.to_documents(
+        recipe.data.seq_len_tokens, {prompt.id: prompt.group for prompt in inputs.text.prompts}
+    )
     if accelerator.is_main_process:
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
@@ -162,8 +160,9 @@ def answer_by_decoder(
     prompts = [prompt for prompt in run.inputs.text.prompts if prompt.id not in copied]
     if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
-    trunk = run.decoding_trunk(answering_dtype(run))
-    decoder = SpeculativeDecoder(trunk, None, 0, answering.eos_ids, max_batch=batch_size)
+    decoder = SpeculativeDecoder(
+        run.decoding_trunk(answering_dtype(run)), None, 0, answering.eos_ids, max_batch=batch_size
+    )
     regenerate(
         prompts,
         store,
@@ -179,12 +178,13 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
+    The trunk is sharded in place, and run without a cache; it cannot train afterwards, as its decoder gathers the
+    shards. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.
     """
-    shard_decoder(trunk, accelerator)
+    gather_in(trunk.decoder, trunk, accelerator)
     if not accelerator.is_main_process:
         _follow(trunk, accelerator)
         return ""
@@ -226,7 +226,7 @@ def answer_by_server(
 
     Returns a sentence about the result for the log; empty if no prompt was left.
     """
-    inputs, rank, world = run.inputs, store.rank, store.world
+    inputs = run.inputs
     missing = missing_prompts(inputs.text.prompts, store, answering.seq_len_tokens)
     if not missing:
         return ""
@@ -236,13 +236,13 @@ def answer_by_server(
         inputs.eos_ids,
         len(judge.ends.lm_head_VD),
         api_key=read_api_key(settings.api_key_env),
-        concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
+        concurrency=max(1, (settings.concurrency or CONCURRENCY) // store.world),
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
         stored, refusals = regenerate_served(missing, store, endpoint, answering, judge, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "generated": stored, "refused": len(refusals)}
-    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", facts)
+    write_json(store.directory / f"server-{store.rank:05d}-of-{store.world:05d}.json", facts)
     refused = f", {len(refusals)} refused ({refusals[-1]})" if refusals else ""
     return f"{endpoint.url}: {stored} prompts answered{refused}."
 
@@ -258,8 +258,9 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
     unanswered: dict[tuple[int, ...], dict[str, Prompt]] = defaultdict(dict)
     for prompt in prompts:
         unanswered[prompt.prompt_ids][prompt.id] = prompt
-    found = answers_of(location, trunk)
-    matched = [(list(_matching(stored_rows(place), unanswered)), settings) for place, settings in found]
+    matched = [
+        (list(_matching(stored_rows(place), unanswered)), settings) for place, settings in answers_of(location, trunk)
+    ]
     if not any(rows for rows, _ in matched):
         raise DataError(
             f"data.responses: {location} has no response to any of the {len(prompts)} prompts to train on; expected "

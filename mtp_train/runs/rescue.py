@@ -259,7 +259,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeRe
         base = trunk_of(donor)
     else:
         # An adapter may have added tokens that the base has no embeddings for.
-        largest = max(max(prompt.prompt_ids) for prompt in held_out)
+        largest = max(token for prompt in held_out for token in prompt.prompt_ids)
         base = donor if largest < int(source.text_config["vocab_size"]) else None
     arms = [ArmSpec(GRAFT, model.trunk, head, adapter=model.adapter)]
     arms += [] if base is None else [ArmSpec(OWN_BASE, base, own)]
@@ -271,18 +271,22 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeRe
     if base is None:
         return found
     one = comparison_of(report, OWN_BASE, GRAFT, grid.headline)
-    lost, interval = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
-    return replace(found, base=_level(report.arms[OWN_BASE]), lost_overlap=lost, lost_overlap_ci95=interval)
+    return replace(
+        found,
+        base=_level(report.arms[OWN_BASE]),
+        lost_overlap=one.delta_overlap_at_equal_entropy,
+        lost_overlap_ci95=one.delta_overlap_at_equal_entropy_ci95,
+    )
 
 
 def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
     """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence."""
-    model, device = open_model(donor, OWN), local_device()
+    model = open_model(donor, OWN)
     tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
     prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
     with progress_on(console) as progress:
         with shown_loading(progress, donor, model.checkpoint.num_bytes):
-            trunk = model.load_trunk(device)
+            trunk = model.load_trunk(local_device())
         drafting = model.load_drafting(trunk)
         if not isinstance(drafting, HeadDrafting):
             return None
@@ -431,9 +435,14 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
     rewired = wiring_note(family, recipe.head.convention, serves)
     notes = [] if rewired is None else [f"The head is {rewired}."]
     notes += left_out(tuned, layout_of(tuned))
-    content, page = f"the {head} head for {trunk}", page_of(run_dir)
     return RescueResult(
-        out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page
+        out=out,
+        content=f"the {head} head for {trunk}",
+        serves=serves,
+        notes=tuple(notes),
+        head=head,
+        reason=reason,
+        page=page_of(run_dir),
     )
 
 
@@ -457,12 +466,11 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
         )
     finetune, source = open_location(model.trunk), open_head_source(model.head_from)
     plan = source_plan(recipe, finetune, source)
-    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     write_export(
         finetune,
         Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={}),
         out,
-        adapter=adapter,
+        adapter=locate_adapter(model.adapter, model.trunk) if model.adapter else None,
         link=recipe.export.link,
         progress=progress,
     )

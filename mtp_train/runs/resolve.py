@@ -105,8 +105,12 @@ def resolved_recipe(
     known = load_recipe(recipe, override_texts(overrides))
     if not known.automatic:
         return known, ()
-    processes = world_size or known.train.processes or launched_processes()
-    choices = automatic_values(known, known.automatic, processes, device or device_named(None))
+    choices = automatic_values(
+        known,
+        known.automatic,
+        world_size or known.train.processes or launched_processes(),
+        device or device_named(None),
+    )
     return load_recipe(known.replaced({one.field: one.value for one in choices})), choices
 
 
@@ -119,8 +123,10 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 def require_one_process(command: str) -> None:
     if launched_processes() > 1:
-        found = f"mtp-train {command}: launched with {launched_processes()} processes"
-        raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
+        raise RecipeError(
+            f"mtp-train {command}: launched with {launched_processes()} processes; expected one. For several, write "
+            "the recipe with mtp-train init, and launch that."
+        )
 
 
 def launched_processes() -> int:
@@ -154,8 +160,9 @@ class TextFacts(NamedTuple):
 
     def num_held_out(self, recipe: Recipe) -> int:
         """Return the number of records that the recipe holds out."""
-        holdout, seed = recipe.data.holdout, recipe.seed
-        return sum(count for group, count in self.groups.items() if is_held_out(group, holdout, seed))
+        return sum(
+            count for group, count in self.groups.items() if is_held_out(group, recipe.data.holdout, recipe.seed)
+        )
 
 
 class ModelFacts(NamedTuple):
@@ -214,16 +221,18 @@ def resolve_training(
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
     checkpoint = open_location(recipe.model.trunk)
     text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-    positions = text_config.to_dict().get("max_position_embeddings")
-    on_gpu, layers = device.kind == "cuda", text_config.num_hidden_layers
     # On a CPU the weights are in fp32. Offloaded layers are on the device one at a time, beside embedding and lm_head.
-    weights = checkpoint.num_bytes * (1 if on_gpu else 2) // {None: 1, "8bit": 2, "4bit": 3}[recipe.model.quantization]
+    weights = (
+        checkpoint.num_bytes
+        * (1 if device.kind == "cuda" else 2)
+        // {None: 1, "8bit": 2, "4bit": 3}[recipe.model.quantization]
+    )
     if recipe.model.offload is not None:
-        weights = weights // layers + 4 * text_config.vocab_size * text_config.hidden_size
+        weights = weights // text_config.num_hidden_layers + 4 * text_config.vocab_size * text_config.hidden_size
     spare = device.memory_bytes - weights
     return ModelFacts(
         hidden_size=text_config.hidden_size,
-        max_positions=int(positions or MOST_SEQ_LEN),
+        max_positions=int(text_config.to_dict().get("max_position_embeddings") or MOST_SEQ_LEN),
         cache_bytes=keys_and_values(text_config, device),
         device=device.kind,
         spare_bytes=spare,
@@ -256,13 +265,12 @@ def text_facts(recipe: Recipe) -> TextFacts:
             raise
         # The trunk answers the prompts: the template has to write these alone.
         documents = []
-    wholes = [len(document.input_ids) for document in documents] or prompts
     responses = [int(document.loss_mask.sum()) for document in documents]
     return TextFacts(
         groups=Counter(record.group for record in records),
         prompt=Lengths.of(prompts),
         response=Lengths.of(responses) if responses else None,
-        whole=Lengths.of(wholes),
+        whole=Lengths.of([len(document.input_ids) for document in documents] or prompts),
     )
 
 

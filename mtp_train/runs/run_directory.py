@@ -189,8 +189,10 @@ class RunDirectory:
         The main process writes ``run.lock``, and removes it in the end. A lock of this machine whose process is gone is
         taken over at once.
         """
-        lock = self._locked(console) if is_main_process() else contextlib.nullcontext()
-        with full_disk_is_named(self.path, what=what), lock:
+        with (
+            full_disk_is_named(self.path, what=what),
+            self._locked(console) if is_main_process() else contextlib.nullcontext(),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -398,8 +400,7 @@ def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[st
     inputs = {TRUNK: checkpoint_files(open_location(located(TRUNK, model.trunk)))}
     if model.head_from:
         source = open_head_source(located(HEAD_FROM, model.head_from))
-        of_head = checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
-        inputs[HEAD_FROM] = of_head
+        inputs[HEAD_FROM] = checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
     if model.adapter:
         inputs[ADAPTER] = directory_files(locate_checkpoint(located(ADAPTER, model.adapter)))
     for number, data in enumerate(recipe.data.sources):
@@ -443,14 +444,19 @@ def environment_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),
-        "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
+        "hardware": {
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "platform": platform.platform(),
+        },
     }
 
 
 def _git_commit() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
     except OSError:
         # Slim container images have no git.
         return None

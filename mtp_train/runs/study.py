@@ -52,8 +52,10 @@ def head_runs(run: Run) -> list[Run]:
 
 def _of_objective(run: Run, objective: str) -> Run:
     recipe, run_dir = run.recipe, run.directory.path
-    temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
-    values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
+    values: dict[str, object] = {
+        "objective.loss": objective,
+        "objective.temperature": recipe.objective.temperature if find_loss(objective).distils else 1.0,
+    }
     cache = recipe.train.hidden_cache
     if cache is not None and cache.directory is None:
         values["train.hidden_cache.directory"] = str(run_dir / HIDDEN)
@@ -63,9 +65,14 @@ def _of_objective(run: Run, objective: str) -> Run:
 def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads and test the claim; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
-    grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
+    grid = grid_of(recipe, study)
     measured = Study(
-        specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
+        arm_specs(recipe, study, run_dir),
+        grid,
+        run_dir / GRID_DIR,
+        run.progress,
+        prompts=run.inputs.text.held_out,
+        processes=run.processes,
     ).measure()
     if not run.is_main:
         return None
@@ -130,8 +137,7 @@ def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tu
     """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
     measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
-    is_low = any(is_low_bar(report, setting, study) for setting in settings)
-    return (prediction(list(measures), is_low=is_low), *measures)
+    return (prediction(list(measures), any(is_low_bar(report, one, study) for one in settings)), *measures)
 
 
 def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
@@ -141,7 +147,7 @@ def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
     return level is not None and tone_of(one.delta_overlap_at_equal_entropy_ci95, study.margin * level) == "good"
 
 
-def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
+def prediction(measures: Sequence[Finding], is_low: bool) -> Finding:
     """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
     tones = {one.tone for one in measures}
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
@@ -150,8 +156,7 @@ def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
         for of, word in VERDICTS.items()
     }
     told = [f"{word} by {', '.join(some)}" for word, some in found.items() if some]
-    weak = WEAK if is_low else ""
-    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}")
+    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{WEAK * is_low}")
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:

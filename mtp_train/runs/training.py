@@ -45,9 +45,8 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
 
     Documents without a target left are dropped.
     """
-    vocab_ids = np.array(sorted(vocab))
     kept = [
-        replace(document, loss_mask=document.loss_mask & np.isin(document.input_ids, vocab_ids))
+        replace(document, loss_mask=document.loss_mask & np.isin(document.input_ids, list(vocab)))
         for document in documents
     ]
     return [document for document in kept if document.has_target()]
@@ -114,11 +113,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
 
     ``chooses_lr``: the learning rate is automatic. It depends on how good the starting head is.
     """
-    recipe = run.recipe
-    inputs = run.inputs
-    accelerator = run.accelerator
-    progress = run.progress
-    run_dir = run.directory.path
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     set_threads("training", run.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = run.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
@@ -132,7 +127,6 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     training, measured = part_documents(recipe, documents)
     text = [documents[index] for index in training]
     states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once(run, text))
-    module = head_training(recipe, states, head, trained_vocab)
     batches = global_batches(
         text,
         seq_len_tokens=recipe.data.seq_len_tokens,
@@ -144,13 +138,13 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     task = progress.add_task("training the head", total=run.plan.max_steps)
     try:
         weights = train_head(
-            module,
+            head_training(recipe, states, head, trained_vocab),
             options=train_options(recipe),
             plan=run.plan,
             batch_fn=lambda step: renumbered(batches(step), training),
             accelerator=accelerator,
             selection=selection,
-            state_dir=run_dir / STATE,
+            state_dir=run.directory.path / STATE,
             make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
             on_step=lambda done: progress.update(task, completed=done),
         )
@@ -159,15 +153,20 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     if run.is_main:
         if said:
             progress.console.print(said, highlight=False)
-        save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
+        save_artifact(trained_artifact(run, weights, draft_vocab, selection), run.directory.path / HEAD)
 
 
 def open_log(run: Run, on_log: Callable[[Mapping[str, Any]], None], resume_step: int) -> RunLog | None:
     """Open the log to resume at a step; None for processes that do not log."""
     if not run.is_main:
         return None
-    config = run.recipe.model_dump(mode="json")
-    return RunLog(run.directory.path, resume_step, tracking=tracking_of(run.recipe), config=config, on_log=on_log)
+    return RunLog(
+        run.directory.path,
+        resume_step,
+        tracking=tracking_of(run.recipe),
+        config=run.recipe.model_dump(mode="json"),
+        on_log=on_log,
+    )
 
 
 def record_lr(run: Run, overlap: float) -> float:

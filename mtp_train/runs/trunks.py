@@ -25,7 +25,7 @@ from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.served_states import StatesSource, open_source, recorded_identity
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
 from mtp_train.train.machine import device_named
-from mtp_train.train.shard import ShardedStates, layer_sharder, shards_trunk
+from mtp_train.train.shard import ShardedStates, gather_in, layer_sharder, shards_trunk
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk, load_ends, load_trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES, slow_halves, trunk_dtype
@@ -210,7 +210,7 @@ def _build(
         states = _computed(run)
         states.ends.show_layers(layers)
     if isinstance(states, ShardedStates):
-        states.gather_here(accelerator)
+        gather_in(states, states.ends, accelerator)
     task = progress.add_task("keeping hidden states", total=None)
     if run.is_main:
         size = cache.num_bytes / (1 << 30)

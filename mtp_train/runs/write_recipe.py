@@ -205,5 +205,4 @@ def _file_of(settings: Plain, start: Start) -> str:
         "# values of fields that are auto (with --show recipe the reasons too), and the command that launches it.",
         "# Override a field by adding section.field=value to either. Every field: recipes/fields.md.",
     )
-    sections = (dump_yaml({name: value}) for name, value in settings.items())
-    return "\n".join(["\n".join(header), "", *sections])
+    return "\n".join([*header, "", *(dump_yaml({name: value}) for name, value in settings.items())])

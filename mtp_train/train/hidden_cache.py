@@ -59,7 +59,7 @@ def cache_digest(
     for document in documents:
         tokens.update(len(document.input_ids).to_bytes(8, "little"))
         tokens.update(document.input_ids.tobytes())
-    contents = [dict(trunk), None if adapter is None else dict(adapter)]
+    contents = dict(trunk), None if adapter is None else dict(adapter)
     identity = [tokens.hexdigest(), *contents, *settings, str(dtype), width]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -75,7 +75,7 @@ class HiddenCache:
     def __init__(self, directory: Path, documents: Sequence[Document], *, width: int, dtype: torch.dtype) -> None:
         self.directory, self.documents = directory, documents
         self.width, self.dtype = width, dtype
-        token_bytes = self.width * self.dtype.itemsize
+        token_bytes = width * dtype.itemsize
         lengths = [len(document.input_ids) for document in documents]
         self.num_tokens = sum(lengths)
         self.num_bytes = self.num_tokens * token_bytes
@@ -137,8 +137,7 @@ class HiddenCache:
 
     def _row_of(self, shard: int) -> PackedSequence:
         """Return a shard's documents in one row; for the number after the last shard, a token of padding."""
-        all_members = range(len(self.documents))
-        members = all_members[shard * self.shard_documents : (shard + 1) * self.shard_documents]
+        members = range(len(self.documents))[shard * self.shard_documents : (shard + 1) * self.shard_documents]
         return one_row(self.documents, members, max(1, sum(len(self.documents[one].input_ids) for one in members)))
 
     def document(self, index: int) -> Tensor:

@@ -41,8 +41,9 @@ class RunAccelerator(Accelerator):
     """
 
     def __init__(self, backend: str | None = None) -> None:
-        group = InitProcessGroupKwargs(backend=backend, timeout=_STALLED)
-        super().__init__(mixed_precision="no", kwargs_handlers=[group])
+        super().__init__(
+            mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=_STALLED)]
+        )
         self._waiting: torch.distributed.ProcessGroup | None = None
         if self.num_processes > 1:
             self._waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)

@@ -44,8 +44,8 @@ class Tracking:
         """Raise a RecipeError that names the packages that are not installed, if there are any."""
         missing = [name for name in self.names if importlib.util.find_spec(name) is None]
         if missing:
-            told = "the package is not installed; expected it, to track there"
-            raise RecipeError(*(f"{where}{name}: {told}. Run 'pip install {name}'." for name in missing))
+            told = "{0}{1}: the package is not installed; expected it, to track there. Run 'pip install {1}'."
+            raise RecipeError(*(told.format(where, name) for name in missing))
 
     @contextlib.contextmanager
     def opened(
@@ -122,8 +122,7 @@ class RunLog:
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._on_log = on_log
         self._open = contextlib.ExitStack()
-        opened = tracking.opened(run_dir, config, resume_step=resume_step)
-        self._trackers = self._open.enter_context(opened)
+        self._trackers = self._open.enter_context(tracking.opened(run_dir, config, resume_step=resume_step))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record numbers of an optimiser step (counted from 1)."""

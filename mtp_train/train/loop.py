@@ -140,8 +140,7 @@ def micro_batches(
     num_depths, rank = len(weight_K), accelerator.process_index
     totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
     rounds = plan.world_size * plan.accumulation
-    pairs = zip(weight_K, totals, strict=True)
-    scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
+    scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in zip(weight_K, totals, strict=True)])
     for micro in range(plan.accumulation):
         shares = [sequences[plan.share(micro, one)] for one in range(plan.world_size)]
         batch = collate(list(shares[rank]))
@@ -156,8 +155,9 @@ def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = Fals
     Args:
         fused: Whether a step is one CUDA kernel for many tensors; on CPUs it would round in another way.
     """
-    matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim > 1]
-    vectors = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim <= 1]
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     # LoRA trains no vectors. Leave the empty group out, which DeepSpeed does not expect.
     groups = [group for group in groups if group["params"]]
@@ -359,9 +359,15 @@ def finish_step(run: Training, done: int, norm: float, *, saves: bool) -> None:
 
 def save(run: Training, done: int) -> None:
     """Save the state after ``done`` steps; every process must call it."""
-    best = None if run.selection is None else run.selection.best
-    writes = run.accelerator.is_main_process
-    save_state(run.state_dir, done, run.module.head, run.optimizer, best, run.sums.saved(), writes=writes)
+    save_state(
+        run.state_dir,
+        done,
+        run.module.head,
+        run.optimizer,
+        None if run.selection is None else run.selection.best,
+        run.sums.saved(),
+        writes=run.accelerator.is_main_process,
+    )
 
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
@@ -385,10 +391,9 @@ def require_finite(run: Training, done: int, norm: float) -> None:
 def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -> dict[str, Any]:
     """Return the numbers of one log line: the loss that is minimised, and each depth's mean over its targets."""
     loss_K = [total / count if count else None for total, count in zip(sums.loss_sum_K, sums.targets_K, strict=True)]
-    minimised = zip(weight_K, sums.loss_sum_K, sums.targets_K, strict=True)
     seconds = sums.seconds
     return {
-        "loss": sum(weight * total / max(targets, 1.0) for weight, total, targets in minimised),
+        "loss": sum(weight * (loss or 0.0) for weight, loss in zip(weight_K, loss_K, strict=True)),
         **{f"loss_depth_{depth + 1}": loss for depth, loss in enumerate(loss_K)},
         "lr": lr,
         "grad_norm": norm,

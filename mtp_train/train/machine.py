@@ -99,13 +99,11 @@ def use_threads(text_config: Mapping[str, Any], rows: int = 1) -> str:
         text_config: The trunk's text config as stored, not validated yet.
         rows: Rows of the matrix products.
     """
-    found = torch.get_num_threads()
     if threads_are_set():
-        return f"{found} thread(s), as set"
+        return f"{torch.get_num_threads()} thread(s), as set"
     cores = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     width = text_config.get("hidden_size")
-    is_shared = isinstance(width, int) and rows * width**2 >= SHARED_WORK
-    threads = min(cores, MOST_THREADS) if is_shared else 1
+    threads = min(cores, MOST_THREADS) if isinstance(width, int) and rows * width**2 >= SHARED_WORK else 1
     torch.set_num_threads(threads)
     return f"{threads} thread(s) of {cores} core(s)"
 

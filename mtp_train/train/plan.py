@@ -226,7 +226,6 @@ def estimate_footprint(
         on_device = held * sum(sizes) - sum(layers)
         loading = min(loading, on_device)
     loss_rows = chunk_rows(vocab, gpu_bytes)
-    width = trunk.family.state_width(trunk.config)
     return Footprint(
         trunk_parameters=sum(sizes),
         head_parameters=head_parameters,
@@ -235,7 +234,9 @@ def estimate_footprint(
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
-        activation_bytes=activation_bytes(options, width, plan.micro_batch_tokens, plan.seq_len_tokens),
+        activation_bytes=activation_bytes(
+            options, trunk.family.state_width(trunk.config), plan.micro_batch_tokens, plan.seq_len_tokens
+        ),
         decoding_bytes=on_device * (2 if device.type == "cpu" else 1) + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(options, trunk, held, vocab)
@@ -262,8 +263,7 @@ def _converted_bytes(options: MemoryOptions, trunk: Trunk, held: int, vocab: int
     computed = options.compute_dtype.itemsize
     if held == computed:
         return 0
-    matrix = vocab * int(trunk.config.hidden_size)
-    return (matrix + max(_layer_bytes(trunk, 1), default=0)) * computed
+    return (vocab * int(trunk.config.hidden_size) + max(_layer_bytes(trunk, 1), default=0)) * computed
 
 
 def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:
@@ -276,13 +276,12 @@ def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
     computed = options.compute_dtype.itemsize
     num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
     depths = 1 if options.recompute else max(1, options.num_depths // max(1, num_modules))
-    copied = 0
-    for name, shape in head.items():
-        if len(shape) < 2 or "embed" in name:
-            continue
-        if computed < _MASTER_BYTES or options.adapts_experts(name, shape):
-            copied += shape.numel() * (depths if options.lora is not None or is_stacked(name, shape) else 1)
-    return computed * copied
+    return computed * sum(
+        shape.numel() * (depths if options.lora is not None or is_stacked(name, shape) else 1)
+        for name, shape in head.items()
+        if len(shape) > 1 and "embed" not in name
+        if computed < _MASTER_BYTES or options.adapts_experts(name, shape)
+    )
 
 
 def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:

@@ -80,12 +80,12 @@ class Selection:
 
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, module: HeadTraining, accelerator: Accelerator) -> DenseSums:
-        device, rank, num_depths = accelerator.device, accelerator.process_index, module.num_depths
-        total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
+        device, rank = accelerator.device, accelerator.process_index
+        total_FK = torch.zeros(len(DenseSums._fields), module.num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, accelerator.num_processes):
             prepared = module.states.prepare([[one] for one in together], rank)
-            micro = MicroBatch(collate([together[rank]]), torch.zeros(num_depths), prepared)
+            micro = MicroBatch(collate([together[rank]]), torch.zeros(module.num_depths), prepared)
             total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))
         return DenseSums(*accelerator.reduce(total_FK, reduction="sum"))
 

@@ -90,8 +90,9 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
 
 def _is_rounded(name: str, module: nn.Module) -> bool:
     """Return whether autocast rounds all weights of a module."""
-    own = module.named_parameters(name, recurse=False)
-    return isinstance(module, nn.Linear) or any(is_stacked(one, weight.shape) for one, weight in own)
+    return isinstance(module, nn.Linear) or any(
+        is_stacked(one, weight.shape) for one, weight in module.named_parameters(name, recurse=False)
+    )
 
 
 def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
@@ -105,16 +106,16 @@ def _shard_all(trunk: Ends, accelerator: Accelerator, *, reshard_after_forward: 
             buffer.data = buffer.data.to(accelerator.device)
 
 
-def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers in place to compute hidden states only; every process must make each forward.
+def gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Shard the trunk's layers, unless they are in shards, to gather them in the forward of a module around them.
 
-    The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
+    For hidden states alone: in training, the layers are gathered in the forward of the module that accelerate wraps.
+    Every process must make each forward. Under DeepSpeed torch shards the layers here: its engine never releases a
+    module, and these are released before training.
+
+    Raises:
+        TrainingError: The trunk is quantised.
     """
-    _gather_in(trunk.decoder, trunk, accelerator)
-
-
-def _gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
-    """Shard the trunk's layers by torch, gathered in the forward of a module around them, and move the rest."""
     require_plain(trunk)
     _shard_all(trunk, accelerator, reshard_after_forward=True)
     trunk.to(accelerator.device)
@@ -131,18 +132,6 @@ class ShardedStates(TrunkStates):
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Do nothing: shards are gathered in the dtype that they are held in."""
         return nullcontext()
-
-    def gather_here(self, accelerator: Accelerator) -> None:
-        """Shard the layers in place, unless they are in shards, to gather them in the forward of this module.
-
-        For states alone. In training, the layers are gathered in the forward of the module that accelerate wraps. Under
-        DeepSpeed torch shards the layers here: its engine never releases a module, and these are released before
-        training.
-
-        Raises:
-            TrainingError: The trunk is quantised.
-        """
-        _gather_in(self, self.trunk, accelerator)
 
 
 def require_plain(trunk: Ends) -> None:

@@ -75,19 +75,15 @@ def newest_whole_step(state_dir: Path) -> tuple[int, dict[Path, str]]:
     Raises:
         TrainingError: There are states, and none is whole.
     """
-    whole, broken = [0], dict[Path, str]()
-    for step, path in _step_directories(state_dir):
-        why = _why_broken(path)
-        if why is None:
-            whole.append(step)
-        else:
-            broken[path] = why
-    if broken and len(whole) == 1:
+    saved = _step_directories(state_dir)
+    broken = {path: why for _, path in saved if (why := _why_broken(path)) is not None}
+    whole = [step for step, path in saved if path not in broken]
+    if broken and not whole:
         raise TrainingError(
             f"{state_dir}: no resume state is whole ({'; '.join(broken.values())}); expected one. Restore one from a "
             "copy, or remove the directory to train from the start."
         )
-    return whole[-1], broken
+    return max(whole, default=0), broken
 
 
 def _why_broken(path: Path) -> str | None:
@@ -259,8 +255,10 @@ def allocate_zero_moments(zero: Any) -> None:
     moments for the parameters of the other groups.
     """
     for flat in flat_groups(zero):
-        moments = {field: torch.zeros_like(flat) for field in FIELDS}
-        zero.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+        zero.optimizer.state[flat] = {
+            "step": torch.tensor(0.0),
+            **{field: torch.zeros_like(flat) for field in FIELDS},
+        }
     if not is_zero_3(zero):
         link_moments(zero)
 

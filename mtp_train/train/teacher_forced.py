@@ -69,8 +69,8 @@ class DenseSums(NamedTuple):
             "held_out_entropy": _ratios(self.entropy_K, self.targets_K)[0],
         }
         for name, sums_K in (("agreement", self.agreed_K), ("overlap", self.overlapped_K)):
-            ratios = enumerate(_ratios(sums_K, self.targets_K), start=1)
-            found |= {f"held_out_{name}_depth_{depth}": ratio for depth, ratio in ratios}
+            for depth, ratio in enumerate(_ratios(sums_K, self.targets_K), start=1):
+                found[f"held_out_{name}_depth_{depth}"] = ratio
         return found
 
 
@@ -133,8 +133,7 @@ def many_rows(trunk: Ends, head: MtpHead) -> Iterator[MtpHead]:
     Where the device is slow in the dtype in which they are held, the trunk computes in fp32 and the head is a copy in
     fp32.
     """
-    weight = trunk.lm_head_VD
-    if not slow_halves(weight.dtype, weight.device):
+    if not slow_halves(trunk.lm_head_VD.dtype, trunk.lm_head_VD.device):
         yield head
         return
     with trunk.computing_in(torch.float32):

@@ -134,8 +134,7 @@ class Ends(nn.Module):
         if streams is not None:
             rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
             joined = rows_1NW if streams.joined else rows_1NW.unflatten(-1, (-1, self.config.hidden_size))
-            mixed = self._call(self._mixer, joined)
-            hidden = mixed.reshape(*hidden.shape[:-1], -1)
+            hidden = self._call(self._mixer, joined).reshape(*hidden.shape[:-1], -1)
         return self._call(self._final_norm, hidden) if self.family.reads_before_norm else hidden
 
     def of_last_layer(self, state: Tensor) -> Tensor:

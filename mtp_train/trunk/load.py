@@ -172,10 +172,9 @@ class Trunk(Ends):
         self._of_layers.clear()
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
-        if not layers or layers == self.shown_layers:
-            return
+        new = set(layers).difference(self.shown_layers)
         super().show_layers(layers)
-        for index in set(layers):
+        for index in new:
             hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
             self._hooks.append(hook)
 
@@ -299,9 +298,8 @@ def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> 
     if not is_declared or (settings and AutoHfQuantizer.supports_quant_method(settings)):
         return
     checkpoint = open_checkpoint(path)
-    layout = layout_of(checkpoint, family)
-    packed = [key for key in packed_keys(checkpoint.tensors) if not layout.is_head_key(key)]
-    if packed:
+    is_head = layout_of(checkpoint, family).is_head_key
+    if packed := [key for key in packed_keys(checkpoint.tensors) if not is_head(key)]:
         raise CheckpointError(
             f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
             f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
@@ -371,8 +369,9 @@ def load_trunk(
     if adapter is not None:
         model = put_on(model, adapter)
     model.requires_grad_(False)
-    is_placed = quantization is not None or on_layer is not None
-    return Trunk(model if is_placed else model.to(device), family).eval()
+    if quantization is None and on_layer is None:
+        model = model.to(device)
+    return Trunk(model, family).eval()
 
 
 def load_ends(
@@ -393,11 +392,7 @@ def load_ends(
     """
     family, path = checkpoint.family, checkpoint.path
     layout = layout_of(checkpoint)
-    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    for part in (config, config.get_text_config()):
-        # What is read here is not packed, and the method may need a package or a device that is absent.
-        if hasattr(part, QUANTISATION):
-            delattr(part, QUANTISATION)
+    config = as_plain(trunk_config(path, family, trust_remote_code=trust_remote_code))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
     changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
     state = {
@@ -417,6 +412,14 @@ def load_ends(
         )
     _require_all_loaded(path, info)
     return Ends(model.requires_grad_(False).to(device), family).eval()
+
+
+def as_plain(config: PretrainedConfig) -> PretrainedConfig:
+    """Drop the quantisation from a config: its method may need a package or a device that is absent."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, QUANTISATION):
+            delattr(part, QUANTISATION)
+    return config
 
 
 def _initialised_without_layers(initialise: Callable[..., None]) -> Callable[..., None]:

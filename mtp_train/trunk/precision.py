@@ -105,8 +105,8 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
     """
     if asked != "auto":
         return getattr(torch, asked)
-    fits = 4 * num_weights <= MEMORY_SHARE * main_memory_bytes()
-    return torch.float32 if device.type == "cpu" and fits else stored
+    fits = device.type == "cpu" and 4 * num_weights <= MEMORY_SHARE * main_memory_bytes()
+    return torch.float32 if fits else stored
 
 
 def trunk_dtype(checkpoint: Checkpoint, family: Family, device: torch.device, asked: str = "auto") -> torch.dtype:
@@ -152,8 +152,7 @@ def computing_in(
 
     A layer is converted as a unit, because some layers read the weights of their submodules without calling them.
     """
-    kept = kept_in_fp32(model)
-    scratch = scratch or Scratch()
+    kept, scratch = kept_in_fp32(model), scratch or Scratch()
     with ExitStack() as stack:
         for name, unit in _units(model, layers):
             held = _to_convert(name, unit, dtype, kept)

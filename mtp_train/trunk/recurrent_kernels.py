@@ -68,9 +68,8 @@ def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> No
         _choose(module, name)
     if recurrent is not None:
         _choose(module, recurrent.single)
-        in_kernel = recurrent.rule != "gated_delta" or _groups_heads()
         # Kernels of several tokens multiply matrices, for which Triton rounds fp32 inputs to TF32.
-        _choose(module, recurrent.chunked, HALF_DTYPES if in_kernel else ())
+        _choose(module, recurrent.chunked, HALF_DTYPES if recurrent.rule != "gated_delta" or _groups_heads() else ())
 
 
 def missing_kernels(recurrent: RecurrentKernels | None, device_type: str) -> str | None:

@@ -93,8 +93,8 @@ def isolated_hidden(
             groups = group_by_length(segments(document_BT.cpu().numpy()), tokens_BT.numel())
             forwards = Forwards(groups, len(groups))
         for group in forwards.groups:
-            longest = group[0].length
-            rows_NL = tokens_BT.new_zeros(len(group), longest)
+            # The longest comes first.
+            rows_NL = tokens_BT.new_zeros(len(group), group[0].length)
             for index, (row, start, length) in enumerate(group):
                 rows_NL[index, :length] = tokens_BT[row, start : start + length]
             hidden_NLD = trunk.hidden(rows_NL)
@@ -121,9 +121,9 @@ class PackedRow(Protocol):
 class States(nn.Module):
     """The trunk's hidden states of packed rows, and the ends of the trunk."""
 
-    @property
-    @abstractmethod
-    def ends(self) -> Ends: ...
+    def __init__(self, ends: Ends) -> None:
+        super().__init__()
+        self.ends = ends
 
     @abstractmethod
     def prepare(
@@ -160,21 +160,16 @@ class States(nn.Module):
 class TrunkStates(States):
     """States that a trunk in this process computes."""
 
-    def __init__(self, trunk: Trunk) -> None:
-        super().__init__()
-        self.trunk = trunk
-
-    @property
-    def ends(self) -> Trunk:
-        return self.trunk
+    ends: Trunk
 
     def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
         """Plan the passes over this process's rows."""
-        groups = _groups(shares[rank], max_tokens)
+        document_BT = np.stack([one.document_T for one in shares[rank]])
+        groups = group_by_length(segments(document_BT), max_tokens or document_BT.size)
         return Forwards(groups, len(groups))
 
     def forward(self, tokens_BT: Tensor, document_BT: Tensor, prepared: Any = None) -> Tensor:
-        return isolated_hidden(self.trunk, tokens_BT, document_BT, prepared)
+        return isolated_hidden(self.ends, tokens_BT, document_BT, prepared)
 
 
 class StoredStates(States):
@@ -186,12 +181,8 @@ class StoredStates(States):
     """
 
     def __init__(self, ends: Ends, *, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._ends, self.width, self.dtype = ends, width, dtype
-
-    @property
-    def ends(self) -> Ends:
-        return self._ends
+        super().__init__(ends)
+        self.width, self.dtype = width, dtype
 
     @abstractmethod
     def document(self, number: int) -> Tensor:
@@ -207,8 +198,3 @@ class StoredStates(States):
 
     def forward(self, tokens_BT: Tensor, document_BT: Tensor, prepared: Any = None) -> Tensor:
         return prepared.to(self.dtype)
-
-
-def _groups(rows: Sequence[PackedRow], max_tokens: int | None) -> list[list[Segment]]:
-    document_BT = np.stack([one.document_T for one in rows])
-    return group_by_length(segments(document_BT), max_tokens or document_BT.size)

@@ -26,7 +26,7 @@ from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
-from mtp_train.trunk.load import empty_trunk
+from mtp_train.trunk.load import as_plain, empty_trunk
 from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
 
 
@@ -212,19 +212,16 @@ def _match(
     checkpoint: Checkpoint, family: Family, model: Any, plain: Iterable[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the parameters that transformers would miss, and those with another shape."""
-    shapes = {key: quantised.plain_shape(key, checkpoint.tensors) for key in plain}
-    state = {key: torch.empty(shape, device="meta").as_subclass(_Shape) for key, shape in shapes.items()}
-    config = model.config
-    for part in (config, config.get_text_config()):
-        # FP8's method may need a package or a device that is absent.
-        if hasattr(part, quantised.QUANTISATION):
-            delattr(part, quantised.QUANTISATION)
+    state = {
+        key: torch.empty(quantised.plain_shape(key, checkpoint.tensors), device="meta").as_subclass(_Shape)
+        for key in plain
+    }
     try:
         loading = nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors)
         with quiet_loading(), loading:
             _, info = type(model).from_pretrained(
                 None,
-                config=config,
+                config=as_plain(model.config),
                 state_dict=state,
                 device_map={"": "meta"},
                 dtype=torch.float32,
@@ -233,8 +230,7 @@ def _match(
             )
     except RuntimeError as error:
         # Tensors that transformers joins do not fit together.
-        reason = one_line(error)
-        return (), (f"tensors that transformers joins or splits: {reason:.200}",)
+        return (), (f"tensors that transformers joins or splits: {one_line(error):.200}",)
     return tuple(sorted(info["missing_keys"])), tuple(
         f"{name}: found {list(found)}, expected {list(expected)}"
         for name, found, expected in sorted(info["mismatched_keys"])

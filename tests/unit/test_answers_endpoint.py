@@ -114,7 +114,7 @@ def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothin
     requests = [replace(REQUEST, sampling=Sampling(seed=seed)) for seed in (0, 1)]
     ended: list[Any] = []
     with pytest.raises(DataError, match="answers 404"):
-        ended.extend(endpoint.answers(requests))
+        ended.extend(endpoint.answers(requests, endpoint.ask))
     assert [(number, answer.token_ids) for number, answer in ended] == [(0, [*ids("yes"), EOS])]
     assert len(served.payloads) == 2
     with pytest.raises(DataError, match="expected an answer"):

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import Request
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.states import StatesServer, prove
 from mtp_train.errors import DataError
@@ -80,14 +79,6 @@ def test_no_text_is_sent_further_ahead_than_the_concurrency(connect: Connect) ->
         next(arriving)
         assert next(sent) <= taken + 1 + taken
     assert len(list(arriving)) == 1
-
-
-def test_an_answer_and_its_states_come_from_one_pass(connect: Connect) -> None:
-    server, served = connect()
-    ((_, found),) = server.answers([Request(prompt_ids=(5, 6), max_new_tokens=8)])
-    assert found.response.token_ids == ANSWER
-    assert torch.equal(found.states_TLD, STATES_VLD[[5, 6, *ANSWER[:-1]]])
-    assert [payload["kv_transfer_params"] for payload in served.payloads] == [{"include_output_tokens": True}]
 
 
 def without(name: str) -> Edit:

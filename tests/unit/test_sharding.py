@@ -28,7 +28,7 @@ from mtp_train.train.launch import (
     require_as_asked,
     require_processes,
 )
-from mtp_train.train.shard import ShardedStates, shard_layers, shards_trunk
+from mtp_train.train.shard import ShardedStates, gather_in, shard_layers, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.states import Forwards, TrunkStates, group_by_length, isolated_hidden, segments
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
@@ -139,7 +139,7 @@ def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with ddp\.yaml"
     accelerator = joined(DistributedType.FSDP, **FSDP)
     alone = ShardedStates(cast(Trunk, module.ends))
-    for cuts in (lambda: shard_layers(module, accelerator), lambda: alone.gather_here(accelerator)):
+    for cuts in (lambda: shard_layers(module, accelerator), lambda: gather_in(alone, alone.ends, accelerator)):
         with pytest.raises(TrainingError, match=message):
             cuts()
 

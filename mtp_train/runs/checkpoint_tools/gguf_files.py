@@ -140,8 +140,8 @@ def graft_gguf(
             f"{fine_tune}: has a head in a split that is not the first; expected one without a head there. Merge the "
             "splits with llama-gguf-split --merge."
         )
-    head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
-    changed = with_modules(trunk, fields, modules)
+    found = _of_gguf(trunk, base, kind) if is_gguf(base) else _of_checkpoint(trunk, base, progress)
+    head, fields, modules = found
     named = {
         (one.name, torch_shape(one)) if isinstance(one, ReaderTensor) else (one.key, one.shape): one for one in head
     }
@@ -153,6 +153,7 @@ def graft_gguf(
             f"{base}: {misfits[0]}; expected a head for {fine_tune}. Name the base that it was fine-tuned from."
         )
     new = [one for (name, _), one in named.items() if name not in trunk.tensors or name in trunk.head]
+    changed = with_modules(trunk, fields, modules)
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
@@ -160,7 +161,7 @@ _Head = tuple[Sequence[PendingTensor | ReaderTensor], Mapping[str, Any], int]
 """Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
 
 
-def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
+def _of_checkpoint(trunk: GgufModel, base: str, progress: Progress) -> _Head:
     donor = open_location(base)
     diagnosis = diagnose_head(donor)
     if not diagnosis.complete:
@@ -177,9 +178,8 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
         )
     layout = layout_of(donor)
     tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
-    modules = diagnosis.present_modules
-    found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
-    return tensors, found, modules
+    config |= {NUM_MODULES: diagnosis.present_modules}
+    return tensors, {name: field(config) for name, field in record.fields.items()}, diagnosis.present_modules
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
+def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None) -> _Head:
     donor = open_gguf(Path(base))
     problems = problems_of_head(donor)
     if not donor.head or problems:

@@ -92,8 +92,10 @@ class TrunkChange:
     """Largest ``norm(new - old) / norm(old)`` over all tensors with a finite ratio."""
 
     def __str__(self) -> str:
-        share, largest = self.share_of_tensors, self.largest_relative_change
-        return f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)"
+        return (
+            f"{self.share_of_tensors:.0%} of tensors differ from the base, by {self.largest_relative_change:.2g} at "
+            "most (relative)"
+        )
 
 
 def _of_files(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> dict[str, Any]:
@@ -258,8 +260,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = None
     files = _of_files(checkpoint, layout, progress)
-    is_readable = not (files["non_finite_keys"] or undeclared_weights(checkpoint))
-    comparable = diagnosis.comparable and is_readable
+    comparable = diagnosis.comparable and not (files["non_finite_keys"] or undeclared_weights(checkpoint))
     difference = zero_head(checkpoint, layout) if comparable else None
     initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
@@ -331,8 +332,9 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     changed, largest = 0, 0.0
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
-        ours, theirs = read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
-        difference, size, _ = squared_change(ours, theirs)
+        difference, size, _ = squared_change(
+            read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
+        )
         # NaN counts as changed: it differs from everything.
         if difference != 0.0:
             changed += 1
@@ -357,29 +359,28 @@ def _notes(checkpoint: Checkpoint, initial: Initial, *, compared: bool) -> Itera
 
 def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
-    if found.problems or found.status in ("miswired", "untrained"):
-        reason = NEVER_TRAINED if found.status == "untrained" else str(found.head_difference)
-        reason = found.problems[0] if found.problems else reason
-        return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
-    if found.status == "foreign":
+    path = str(checkpoint.path)
+    if found.problems:
+        reason = f"no: {found.problems[0]}"
+    elif found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
-        return engine_commands(
-            complete(DSPARK), str(checkpoint.path), block if isinstance(block, int) else SUGGESTED_DEPTH
-        )
-    if found.status != "healthy":
+        return engine_commands(complete(DSPARK), path, block if isinstance(block, int) else SUGGESTED_DEPTH)
+    elif found.status != "healthy":
         reason = {
+            "untrained": f"no: {NEVER_TRAINED}",
+            "miswired": f"no: {found.head_difference}",
             "undeclared": "no: the head is there but config.json does not declare it"
             if found.head.conflict is None
             else f"no: config.json declares {found.head.conflict}, and engines read one or the other",
             "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
         }.get(found.status, f"no: {found.head.describe()}")
-        return dict.fromkeys(checkpoint.family.serving, reason)
     # ``export --head-only`` writes none of the trunk's layers.
-    if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
-        flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+    elif not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
+        flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
-        return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
+    else:
+        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH) | _misread(checkpoint)
+    return dict.fromkeys(checkpoint.family.serving, reason)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
@@ -402,8 +403,9 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     if of_model:
         found["llama.cpp"] = reads.format(", ".join(of_model[:3]))
     elif checkpoint.unlisted_keys:
-        unlisted = first_of(checkpoint.unlisted_keys)
-        found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
+        found["llama.cpp"] = (
+            f"no: its converter refuses tensors that the index does not list: {first_of(checkpoint.unlisted_keys)}"
+        )
     layout = layout_of(checkpoint)
     unmatched = unmatched_by_sglang(checkpoint, layout)
     if layers := unlisted_layers(checkpoint, layout):
@@ -487,14 +489,14 @@ def _inspect_assistant(
             f"--base {base.path}: given with {checkpoint.path}, a {assistant.title}, which holds no trunk to compare; "
             "expected the assistant alone. Leave --base out."
         )
-    size = checkpoint.config.get(assistant.trunk_hidden_size)
     return _inspect_drafter(
         checkpoint,
         diagnose_assistant(checkpoint),
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
-        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}",
+        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size "
+        f"{checkpoint.config.get(assistant.trunk_hidden_size)}",
     )
 
 
@@ -540,7 +542,6 @@ def _inspect_drafter(
     A damaged drafter gets the damage as the reason of every engine in ``serves``. ``unsupported`` tells why a whole one
     cannot be decoded with here.
     """
-    path = shlex.quote(str(checkpoint.path))
     files = _of_files(checkpoint, None, progress)
     problems = (*problems, *_not_finite(files["non_finite_keys"]))
     whole = diagnosis.complete and not problems
@@ -554,7 +555,9 @@ def _inspect_drafter(
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else suggestions.download_command(checkpoint.path, "DRAFTER"),
-        runs_here=f"mtp-train generate TRUNK --head {path} --prompt Hello" if refusal is None else f"no: {refusal}",
+        runs_here=f"mtp-train generate TRUNK --head {shlex.quote(str(checkpoint.path))} --prompt Hello"
+        if refusal is None
+        else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
 
@@ -562,8 +565,10 @@ def _inspect_drafter(
 def _inspect_gguf(file: Path) -> Inspection:
     """Inspect the head in a GGUF file, or a draft model; of the trunk nothing is read."""
     model = open_gguf(file)
-    missing, problems = missing_of_head(model), problems_of_head(model)
-    head = HeadDiagnosis(model.declared_modules, model.present_modules, tuple(model.head), missing, (), ())
+    problems = problems_of_head(model)
+    head = HeadDiagnosis(
+        model.declared_modules, model.present_modules, tuple(model.head), missing_of_head(model), (), ()
+    )
     status: Status = "healthy" if model.arch == DRAFT_ARCH else _head_status(head, problems)
     cure = graft_gguf_command(file) if model.arch in RECORDS else suggestions.train_command(str(file))
     holds_trunk = model.holds_trunk and model.arch != DRAFT_ARCH

@@ -142,9 +142,13 @@ def graft(
     notes = left_out(trunk, plan.layout)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
-    content = f"the trunk of {fine_tune}, the head of {base}"
     return WriteResult(
-        out=out, content=content, trunk=equal, serves=serves, notes=notes, cure=probe_command(fine_tune, base)
+        out=out,
+        content=f"the trunk of {fine_tune}, the head of {base}",
+        trunk=equal,
+        serves=serves,
+        notes=notes,
+        cure=probe_command(fine_tune, base),
     )
 
 
@@ -360,10 +364,9 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
     if head.family.kind != "mtp":
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
-    layout, config = layout_of(trunk), config_of(trunk)
+    config = config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    tensors = gguf_tensors(trunk, layout, head.head, record, config)
-    tokenizer = load_tokenizer(trunk, trust_remote_code=False)
+    tensors = gguf_tensors(trunk, layout_of(trunk), head.head, record, config)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
         write_gguf(
@@ -373,7 +376,7 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
             kind=kind,
             trunk=trunk.path,
             config=config,
-            tokenizer=tokenizer,
+            tokenizer=load_tokenizer(trunk, trust_remote_code=False),
             progress=progress,
         )
     return out / name
