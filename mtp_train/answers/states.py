@@ -60,14 +60,15 @@ class StatesServer:
         self.wait: Callable[[float], object] = time.sleep
         endpoint.max_attempts = STATES_ATTEMPTS
 
-    def identity(self) -> list[object]:
+    def identity(self) -> list[str]:
         """Return what the states so far depend on, as far as the server tells: engine, release, model and settings.
 
         The settings are a hash in vLLM's ``system_fingerprint``: of the model's path, dtype, quantisation and layers,
         and of sizes such as ``--max-num-seqs``. Nothing else tells a quantisation that is made at loading.
         """
         server = self.endpoint
-        return [server.served_with, server.look("/version"), server.checkpoint, self.fingerprint, str(self.dtype)]
+        told = [server.served_with, server.look("/version"), server.checkpoint, self.fingerprint, self.dtype]
+        return list(map(str, told))
 
     def states(self, texts: Iterable[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield the states of texts, (T, L, D), with the number of each text, as they arrive.

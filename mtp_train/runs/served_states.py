@@ -59,9 +59,7 @@ class StatesSource:
     ends: Ends
     layers: tuple[int, ...]
     """The layers whose inputs the head reads, see ``Ends.show_layers``."""
-    identity: list[object]
-    dtype: torch.dtype
-    """Of the server's states."""
+    identity: list[str]
     norm: nn.Module
     """Applied to the last state."""
 
@@ -119,7 +117,9 @@ def open_source(
             found = f"serves {endpoint.model}, an adapter on {endpoint.adapted}"
             raise endpoint.unusable(found, "the trunk itself", "Name that (train.states.model)")
         proved = texts[:: max(1, len(texts) // PROVED_TEXTS)][:PROVED_TEXTS]
-        ((_, first_TLD),) = server.states(proved[:1])
+        for _ in server.states(proved[:1]):
+            # The first reply tells who answers.
+            pass
         identity = server.identity()
         with accelerator.failing_together():
             if run.is_main:
@@ -128,7 +128,7 @@ def open_source(
                 # Not before the proof: a server of another model must not be the one that the run began with.
                 write_json(run.directory.path / SERVER_FILE, {"identity": identity})
         failed.pop_all()
-    return StatesSource(server, ends, layers, identity, first_TLD.dtype, ends.last_norm())
+    return StatesSource(server, ends, layers, identity, ends.last_norm())
 
 
 def prove_trunk(
@@ -149,12 +149,18 @@ def prove_trunk(
     )
 
 
-def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[object]) -> None:
+def recorded_identity(run: RunContext) -> list[str] | None:
+    """Return the identity of the server that the run began with, which ends with the dtype of its states."""
     path = run.directory.path / SERVER_FILE
-    if path.is_file() and read_json(path)["identity"] != identity:
+    return read_json(path)["identity"] if path.is_file() else None
+
+
+def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[str]) -> None:
+    recorded = recorded_identity(run)
+    if recorded not in (None, identity):
         raise ChangedInputError(
-            f"{endpoint.url}: is {identity}; expected {read_json(path)['identity']}, with which the run began "
-            f"({path}). Serve that again, or begin a new run."
+            f"{endpoint.url}: is {identity}; expected {recorded}, with which the run began "
+            f"({run.directory.path / SERVER_FILE}). Serve that again, or begin a new run."
         )
 
 

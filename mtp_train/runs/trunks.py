@@ -22,7 +22,7 @@ from mtp_train.runs.check import Shapes
 from mtp_train.runs.context import RunContext
 from mtp_train.runs.refusals import HeadOnTrunk
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.served_states import StatesSource, open_source
+from mtp_train.runs.served_states import StatesSource, open_source, recorded_identity
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
 from mtp_train.train.machine import device_named
 from mtp_train.train.shard import ShardedStates, gather_in, layer_sharder, shards_trunk
@@ -95,7 +95,7 @@ def states_of(
 ) -> States:
     """Return the states of documents to train a head on; every process must call it.
 
-    A hidden-state cache that is complete, and a server's states, take the trunk's ends alone.
+    A hidden-state cache that is complete takes the trunk's ends alone, and no server.
 
     Args:
         layers: The trunk layers whose inputs the head reads, see ``Ends.show_layers``.
@@ -105,21 +105,35 @@ def states_of(
     cached, served = run.recipe.train.hidden_cache, run.recipe.train.states
     if served is None and cached is None:
         return _computed(run)
-    source = None
-    if served is not None:
+    spec, dtype = cached or HiddenCacheSpec(), COMPUTE_DTYPES[run.recipe.train.precision]
+    source, is_online = None, cached is None and is_read_once
+    identity = None if served is None else run.accelerator.said_by_main(recorded_identity(run))
+    if served is not None and (is_online or identity is None or _lacking(run, spec, documents, layers, identity)[1]):
         run.held.release(run.accelerator)
         texts = [document.input_ids.tolist() for document in documents]
         source = open_source(run, served, _ends(run), texts, layers)
-        if cached is None and is_read_once:
-            return source.states(documents, COMPUTE_DTYPES[run.recipe.train.precision], kept)
-    cache = cache_of(run, cached or HiddenCacheSpec(), documents, layers, source)
-    missing = run.accelerator.said_by_main(cache.missing())
+        identity = source.identity
+        if is_online:
+            return source.states(documents, dtype, kept)
+    cache, missing = _lacking(run, spec, documents, layers, identity)
     if missing:
         _build(run, cache, missing, layers, source)
     if source is not None:
         source.server.endpoint.close()
     run.held.release(run.accelerator)
-    return CachedStates(_ends(run), cache, COMPUTE_DTYPES[run.recipe.train.precision])
+    return CachedStates(_ends(run), cache, dtype)
+
+
+def _lacking(
+    run: RunContext,
+    spec: HiddenCacheSpec,
+    documents: Sequence[Document],
+    layers: tuple[int, ...],
+    identity: list[str] | None,
+) -> tuple[HiddenCache, list[int]]:
+    """Return the cache of documents' states, and the shards that it lacks; every process must call it."""
+    cache = cache_of(run, spec, documents, layers, identity)
+    return cache, run.accelerator.said_by_main(cache.missing())
 
 
 @contextmanager
@@ -160,20 +174,24 @@ def cache_of(
     spec: HiddenCacheSpec,
     documents: Sequence[Document],
     layers: tuple[int, ...],
-    source: StatesSource | None = None,
+    identity: list[str] | None = None,
 ) -> HiddenCache:
-    """Return the cache of documents' states, in the place that everything they depend on names."""
+    """Return the cache of documents' states, in the place that everything they depend on names.
+
+    Args:
+        identity: Of the server that computes them, with the dtype of its states at the end; None for the trunk here.
+    """
     recipe, inputs = run.recipe, run.inputs
     config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
     adapter = inputs.contents[ADAPTER] if inputs.adapter else None
     settings: tuple[object, ...] = (*layers,)
-    if source is None:
+    if identity is None:
         dtype = COMPUTE_DTYPES[recipe.train.precision]
         held = str(_held_dtype(run)).removeprefix("torch.")
         settings = (recipe.train.precision, recipe.model.quantization, held, *settings)
     else:
-        dtype, settings = source.dtype, (source.identity, *settings)
+        dtype, settings = getattr(torch, identity[-1].removeprefix("torch.")), (identity, *settings)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
     directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
     return HiddenCache(directory, documents, width=width, dtype=dtype)

@@ -19,7 +19,7 @@ from mtp_train.answers.states import StatesServer
 from mtp_train.cli.main import main
 from mtp_train.runs import served_states, trunks
 from mtp_train.runs.served_states import PROVED_TEXTS
-from mtp_train.train import fetched_states, hidden_cache
+from mtp_train.train import fetched_states, hidden_cache, loop
 from mtp_train.trunk.load import load_trunk
 from openai_server import Reply, ReplyFn, openai_server
 from runs import overrides_of, write_headless, write_inputs, write_recipe
@@ -174,6 +174,20 @@ def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
         assert sum(len(load(content)) for content in finished.values()) == NUM_TEXTS - len(second)
         one.run(tmp_path / "whole", one.engine, **settings)
         assert shards(run_dir) == shards(tmp_path / "whole") | finished
+
+
+def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, save = tmp_path / "run", loop.save
+
+    def stopping(*given: Any) -> None:
+        save(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "save", stopping)
+    assert one.run(run_dir, one.engine, **CACHED)[0] == 143
+    monkeypatch.setattr(loop, "save", save)
+    assert one.run(run_dir, lambda payload: Reply(503), **CACHED) == (0, [])
+    assert_same_training(run_dir, one.here)
 
 
 @pytest.mark.slow

@@ -196,8 +196,8 @@ def test_the_identity_names_model_and_settings_and_not_the_address(connect: Conn
     engine.fingerprints = iter(["bf16", "bf16", "fp8"])
     for server in (one, again, other):
         list(server.states(TEXTS[:1]))
-    assert one.identity() == again.identity() == ["vllm", "0.32.0", None, "bf16", "torch.float32"]
-    assert other.identity() == ["vllm", "0.32.0", None, "fp8", "torch.float32"]
+    assert one.identity() == again.identity() == ["vllm", "0.32.0", "None", "bf16", "torch.float32"]
+    assert other.identity() == ["vllm", "0.32.0", "None", "fp8", "torch.float32"]
 
 
 # The proof
