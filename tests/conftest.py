@@ -87,6 +87,18 @@ def fresh_state() -> Iterator[None]:
         GradientState._reset_state()
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A path to write to, at which there is nothing."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Path:
+    """The path of a run directory that does not exist yet."""
+    return tmp_path / "run"
+
+
 # Imports inside: most tests read no datasets, and need no run.
 @pytest.fixture
 def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -289,22 +289,22 @@ def test_check_and_run_report_the_same_problems_at_once(pristine: Path, tmp_path
     assert said[0][1].startswith("data.responses: ")
 
 
-def test_a_card_that_cannot_be_read_does_not_stop_the_copy(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_card_that_cannot_be_read_does_not_stop_the_copy(own_inputs: Path, out: Path, capfd: Capture) -> None:
     card = b"---\n[1, 2]\n---\n# Caf\xe9\n"
     (own_inputs / "finetune" / "README.md").write_bytes(card)
-    document(["graft", own_inputs / "finetune", "--from", own_inputs / "base", "--out", tmp_path / "out"], capfd)
-    assert "## Serve it" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    document(["graft", own_inputs / "finetune", "--from", own_inputs / "base", "--out", out], capfd)
+    assert "## Serve it" in (out / "README.md").read_text(encoding="utf-8")
     assert (own_inputs / "finetune" / "README.md").read_bytes() == card
 
 
 def test_a_copy_whose_card_cannot_be_written_is_removed(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("mtp_train.runs.export.write_text", fail)
-    argv = ["graft", str(pristine / "finetune"), "--from", str(pristine / "base"), "--out", str(tmp_path / "out")]
+    argv = ["graft", str(pristine / "finetune"), "--from", str(pristine / "base"), "--out", str(out)]
     with pytest.raises(RuntimeError, match="a bug"):
         main(argv)
     assert tree(tmp_path) == {}

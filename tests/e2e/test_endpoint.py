@@ -61,27 +61,27 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
 
 
 def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_another_name(
-    inputs: Path, tmp_path: Path, capfd: Capture
+    inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
     asking = {**WRITTEN, "endpoint": "http://localhost:1/v1"}
-    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
+    path = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, data__regenerate=asking)
 
     def moved(url: str | None, **others: Any) -> list[Any]:
         return ["regenerate", path, *overrides_of(data__regenerate={**WRITTEN, "endpoint": url, **others})]
 
     with serving(inputs / "finetune") as first:
         expected = document(moved(first.url, concurrency=2), capfd)
-    recorded = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    recorded = (new_run / "recipe.yaml").read_bytes()
     with serving(inputs / "finetune") as second:
-        kept = rows(tmp_path / "run")
-        (file,) = (tmp_path / "run").glob("data/*/regenerated-*.jsonl")
+        kept = rows(new_run)
+        (file,) = (new_run).glob("data/*/regenerated-*.jsonl")
         # Killed behind its third answer.
         file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
         assert second.url != first.url
         assert document(moved(second.url, concurrency=3), capfd) == expected
-        assert rows(tmp_path / "run") == kept
+        assert rows(new_run) == kept
         assert len(second.payloads) == expected["responses"] - 3
-    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recorded
+    assert (new_run / "recipe.yaml").read_bytes() == recorded
     for other in (moved(second.url, model="another"), moved(second.url, max_new_tokens=7), moved(None)):
         assert "holds the run of another recipe" in refusal(other, capfd)
 

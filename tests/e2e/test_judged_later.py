@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from llama_server import GROUPS, llama, serving, write_rows
-from mtp_train.cli.main import main
 from mtp_train.runs import pipeline
 from openai_server import ReplyFn
-from runs import tiny_recipe
+from runs import run_command, tiny_recipe
 
 Judge = Callable[..., int]
 UNGATED: dict[str, Any] = {"gate__enabled": False, "evaluate__prompts": 1, "train__max_steps": 1}
@@ -55,8 +54,8 @@ def judge(run_dir: Path, pristine: Path, tmp_path: Path) -> Judge:
                 continue
             with serving(reply) as server:
                 asked = ["--endpoint", server.url, "--served-only", *grid, "--out", str(tmp_path / name)]
-                assert main(["evaluate", str(checkpoint), *asked]) == 0
-        return main(["compare", *arms, *grid, *more, "--out", str(tmp_path / out)])
+                assert run_command("evaluate", checkpoint, *asked) == 0
+        return run_command("compare", *arms, *grid, *more, "--out", tmp_path / out)
 
     return run
 
@@ -105,7 +104,7 @@ def test_a_refused_export_stays_and_says_so(
     assert {path.name for path in (run_dir / "export").iterdir()} == files
     assert "## Acceptance: refused" in card
     assert "Refused: no gain shown over stale" in (run_dir / "report.html").read_text()
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "more")]) == 3
+    assert run_command("export", run_dir, "--out", tmp_path / "more") == 3
 
 
 def test_drafts_that_may_not_pay_are_undecided(

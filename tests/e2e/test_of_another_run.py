@@ -15,7 +15,7 @@ from launching import head
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
 from mtp_train.runs import regeneration
-from runs import LEARNS, document, refusal, tree, write_recipe
+from runs import LEARNS, document, refusal, run_command, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -44,7 +44,7 @@ def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
     recipe = second(tmp_path, pristine, first, train__lr=1e-9, train__max_steps=1)
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
     monkeypatch.setattr(regeneration, "SpeculativeDecoder", None)
-    assert main(["run", str(recipe)]) == 3
+    assert run_command("run", recipe) == 3
     capfd.readouterr()
     run = tmp_path / "second"
     assert stored(run) == stored(first)
@@ -79,7 +79,7 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     file.write_text("".join(lines) + '{"id": "cut')
     before = tree(donor)
     recipe = second(tmp_path, pristine, donor, model__head_from=str(pristine / "base"))
-    assert main(["regenerate", str(recipe)]) == 0
+    assert run_command("regenerate", recipe) == 0
     said = capfd.readouterr()
     run, count = tmp_path / "second", len(lines)
     assert f"{count} of {count + 1} prompts have responses of" in (said.out + said.err).replace("\n", " ")
@@ -94,7 +94,7 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     shutil.rmtree(donor)
     kept = tree(run / "data")
     monkeypatch.setattr(regeneration.SpeculativeDecoder, "generate", None)
-    assert main(["regenerate", str(recipe)]) == 0
+    assert run_command("regenerate", recipe) == 0
     assert tree(run / "data") == kept
 
 
@@ -125,14 +125,14 @@ def test_what_is_no_run_with_responses_is_refused(first: Path, pristine: Path, t
     assert f"lies within data.responses ({first})" in refusal(["run", inside], capfd)
 
 
-def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, out: Path, capfd: Capture) -> None:
     words = ["generate", pristine / "finetune", "--prompt", "x", "--max-new-tokens", "6", "--head"]
     of_run, of_head = (document([*words, place], capfd)["requests"] for place in (first, first / "head"))
     assert of_run == of_head
     short = ["--suite", pristine / "chats.jsonl", "--prompts-per-task", "2", "--temperatures", "0", "--depths", "1"]
-    short += ["--max-new-tokens", "4", "--out", tmp_path / "out"]
+    short += ["--max-new-tokens", "4", "--out", out]
     assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
-    assert (tmp_path / "out" / "report.json").is_file()
+    assert (out / "report.json").is_file()
 
 
 def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:

@@ -66,14 +66,14 @@ def test_a_recipe_trains_on_the_export_of_a_run(run_dir: Path, inputs: Path, tmp
 
 @pytest.mark.parametrize("command", [READING[0], READING[3], READING[5]])
 def test_a_run_without_an_export_is_one_message(
-    command: str, run_dir: Path, adapted: Path, tmp_path: Path, capfd: Capture
+    command: str, run_dir: Path, adapted: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     refused = tmp_path / "refused"
     refused.mkdir()
     shutil.copy(run_dir / "recipe.yaml", refused)
-    said = refusal(words(command, refused, adapted, tmp_path / "out"), capfd)
+    said = refusal(words(command, refused, adapted, out), capfd)
     assert said.startswith(f"mtp-train: {refused}: the directory of a run that has exported no checkpoint; expected ")
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
 def test_a_checkpoint_with_a_directory_of_that_name_stays_a_checkpoint(own_inputs: Path, capfd: Capture) -> None:

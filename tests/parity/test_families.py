@@ -525,11 +525,11 @@ TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
 OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "hy_v4_vl", "minimax_m3", "inkling")
 
 
-def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path) -> None:
+def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path, out: Path) -> None:
     if built.name in OTHERWISE_SAVED:
         return
     auto = AutoModelForImageTextToText if built.trunk.family.trunk.only_with_vision else AutoModelForCausalLM
     targets = TARGETS.get(built.name, "all-linear")
     model = write_adapter(built.path, tmp_path / "lora", auto, target_modules=targets)
-    merge(built.path, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
+    merge(built.path, tmp_path / "lora", out)
+    assert_like_peft(out, model)

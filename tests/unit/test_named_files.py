@@ -22,7 +22,7 @@ from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from runs import document, refusal, tree
+from runs import document, refusal, run_command, tree
 
 Capture = pytest.CaptureFixture[str]
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -81,10 +81,10 @@ def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, pr
     expected = all_tensors(nest(base, directory))
     # Beside another model's config a directory is left out, but for the weights that are named.
     (base / directory / "config.json").write_text("{}")
-    assert main(["export", str(base), "--out", str(tmp_path / "export")]) == 0
+    assert run_command("export", base, "--out", tmp_path / "export") == 0
     fine_tune = nest(shard(Path(shutil.copytree(pristine / "finetune", tmp_path / "tuned"))), directory)
     trunk = all_tensors(fine_tune)
-    assert main(["graft", str(fine_tune), "--from", str(base), "--out", str(tmp_path / "graft")]) == 0
+    assert run_command("graft", fine_tune, "--from", base, "--out", tmp_path / "graft") == 0
     write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
     assert main([str(word) for word in words]) == 0
@@ -121,7 +121,7 @@ OUTSIDE: dict[str, Callable[[Path, str], Any]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command(
-    name: str, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    name: str, base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     shutil.copytree(base, tmp_path / "outside")
     write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
@@ -130,7 +130,7 @@ def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command
         message = refusal(argv, capfd)
         assert f"{INDEX_FILE}: names " in message
         assert f"expected the path of a file inside {base}, without '..'" in message
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
 def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_weights_that_transformers_alone_would_load_are_refused(found: str, base
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
-    nested: bool, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    nested: bool, base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     expected = all_tensors(nest(base) if nested else base)
     (base / "assets").mkdir()
@@ -198,10 +198,10 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert generated(snapshot, capfd) == generated(base, capfd)
     argv = ["graft", pristine / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
     assert main([str(word) for word in argv]) == 0
-    assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
-    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "a curve"
-    assert same(all_tensors(tmp_path / "out"), expected)
+    assert run_command("export", snapshot, "--out", out) == 0
+    assert not any(file.is_symlink() for file in (out).rglob("*"))
+    assert (out / "assets" / "figure.png").read_text() == "a curve"
+    assert same(all_tensors(out), expected)
 
 
 def link_of_a_file(base: Path, outside: Path) -> str:
@@ -229,15 +229,15 @@ LINKS = [link_of_a_file, link_of_a_directory, loop_of_directories, loop_of_a_lin
 
 @pytest.mark.parametrize("add", LINKS)
 def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_reading(
-    add: Callable[[Path, Path], str], base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    add: Callable[[Path, Path], str], base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     message = add(base, tmp_path / "outside")
     before = tree(tmp_path)
-    graft = ["graft", base, "--from", pristine / "base", "--out", tmp_path / "out"]
-    head_only = ["export", base, "--head-only", "--out", tmp_path / "out"]
+    graft = ["graft", base, "--from", pristine / "base", "--out", out]
+    head_only = ["export", base, "--head-only", "--out", out]
     argvs = commands(base, pristine, tmp_path)
     for argv in (argvs["export"], argvs["merge"], head_only, graft):
         assert re.search(message, refusal(argv, capfd))

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from runs import document, paste
+from runs import document, paste, run_command
 from tiny import FAMILY_NAMES
 
 Capture = pytest.CaptureFixture[str]
@@ -137,7 +136,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
     if sharded:
         shard(packed)
     out = tmp_path / "out"
-    assert main(["graft", str(packed), "--from", str(original), "--out", str(out)]) == 0
+    assert run_command("graft", packed, "--from", original, "--out", out) == 0
     written = all_tensors(out)
     assert written.keys() == plain.keys()
     for key, value in written.items():
@@ -156,7 +155,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
 @pytest.mark.parametrize("donor_is_stacked", [False, True])
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
 def test_stacked_experts_that_are_packed_are_named_and_replaced(
-    method: str, donor_is_stacked: bool, tmp_path: Path, capfd: Capture
+    method: str, donor_is_stacked: bool, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     donor, _ = base_and_finetune(tmp_path / "plain", "qwen3_5_moe")
     path = fuse_experts(base_and_finetune(tmp_path / "packed", "qwen3_5_moe")[0])
@@ -176,9 +175,9 @@ def test_stacked_experts_that_are_packed_are_named_and_replaced(
     found = document(["inspect", path], capfd)
     assert (found["status"], found["missing_keys"], found["unexpected_keys"]) == ("quantised", [], [])
     assert f"head quantised with {method}" in found["runs_here"]
-    document(["graft", path, "--from", donor, "--out", tmp_path / "out"], capfd)
-    assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
-    written, given = all_tensors(tmp_path / "out"), all_tensors(donor)
+    document(["graft", path, "--from", donor, "--out", out], capfd)
+    assert document(["inspect", out], capfd)["status"] == "healthy"
+    written, given = all_tensors(out), all_tensors(donor)
     own = {key for key in written if key.startswith("mtp.")}
     assert own == {key for key in given if key.startswith("mtp.")}
     assert all(torch.equal(written[key], given[key]) for key in own)

@@ -98,7 +98,7 @@ def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "hqq"])
-def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, capfd: Capture) -> None:
+def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, out: Path, capfd: Capture) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     before = tree(pack_trunk(finetune, form))
     found = document(["inspect", finetune, "--base", base], capfd)
@@ -107,10 +107,10 @@ def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, 
     assert found["trunk_changed"]["largest_relative_change"] < 1
     grafted = paste(found["cure"])
     assert document(["inspect", grafted], capfd)["status"] == "healthy"
-    document(["export", grafted, "--out", tmp_path / "out"], capfd)
-    exported = document(["inspect", tmp_path / "out"], capfd)
+    document(["export", grafted, "--out", out], capfd)
+    exported = document(["inspect", out], capfd)
     assert exported["serves"]["vllm"].startswith("vllm serve")
-    written = all_tensors(tmp_path / "out")
+    written = all_tensors(out)
     plain = ((key, value) for key, value in all_tensors(finetune).items() if value.dtype != FP8)
     assert all(written[key].numpy(force=True).tobytes() == value.numpy(force=True).tobytes() for key, value in plain)
     assert tree(finetune) == before
@@ -129,17 +129,17 @@ def test_tensors_beside_a_weight_with_another_name_are_no_modules(tmp_path: Path
     ids=["int8", "nf4", "fp4"],
 )
 def test_what_bitsandbytes_saved_is_grafted_and_decoded(
-    settings: dict[str, Any], tmp_path: Path, capfd: Capture
+    settings: dict[str, Any], tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     """Some of its layers have 4 rows, which the 4-bit kernel of some CPUs does not take."""
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     packing = BitsAndBytesConfig(**settings)
     model = AutoModelForCausalLM.from_pretrained(finetune, quantization_config=packing, device_map="cpu")
     model.save_pretrained(tmp_path / "saved")
-    document(["graft", tmp_path / "saved", "--from", base, "--out", tmp_path / "out"], capfd)
+    document(["graft", tmp_path / "saved", "--from", base, "--out", out], capfd)
     # A list takes the place of transformers' own, which names the output matrix.
-    assert "lm_head" in quantisation(tmp_path / "out")["llm_int8_skip_modules"]
-    trunk = load_trunk(tmp_path / "out", open_checkpoint(base).family, dtype=torch.float32)
+    assert "lm_head" in quantisation(out)["llm_int8_skip_modules"]
+    trunk = load_trunk(out, open_checkpoint(base).family, dtype=torch.float32)
     assert torch.equal(trunk.lm_head_VD, model.lm_head.weight)
     for part in model.modules():
         part.support_avx512bf16_for_cpu = False
@@ -312,11 +312,11 @@ def test_layers_that_the_trunk_keeps_in_floats_are_not_named(tmp_path: Path) -> 
     assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
 
 
-def test_the_packed_layers_of_a_head_get_no_exception(tmp_path: Path, capfd: Capture) -> None:
+def test_the_packed_layers_of_a_head_get_no_exception(tmp_path: Path, out: Path, capfd: Capture) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     quantise(base, r"^model\.layers.*_proj\.weight|^mtp\.layers\.0\.self_attn.*_proj\.weight")
-    document(["export", base, "--out", tmp_path / "out"], capfd)
-    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
+    document(["export", base, "--out", out], capfd)
+    listed = quantisation(out)["modules_to_not_convert"]
     assert sorted(listed) == ["lm_head", *sorted(layer for layer in LAYERS if "mlp" in layer)]
 
 

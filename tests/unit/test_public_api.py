@@ -119,14 +119,14 @@ def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.
     assert "a &amp;&amp; b" in marked
 
 
-def test_one_export_has_one_form(tmp_path: Path) -> None:
+def test_one_export_has_one_form(out: Path) -> None:
     with pytest.raises(mtp.MtpError, match="--head-only: given with --gguf, which writes the head alone"):
-        mtp.export("demo:base", tmp_path / "out", head_only=True, gguf="f16")
+        mtp.export("demo:base", out, head_only=True, gguf="f16")
 
 
-def test_a_rule_is_one_of_three(tmp_path: Path) -> None:
+def test_a_rule_is_one_of_three(out: Path) -> None:
     with pytest.raises(mtp.DataError, match="--rules: 'fast'; expected greedy, argmax, sampled"):
-        mtp.evaluate("demo:base", tmp_path / "out", grid=mtp.EvaluationGrid(rules=["fast"]))  # type: ignore[list-item]
+        mtp.evaluate("demo:base", out, grid=mtp.EvaluationGrid(rules=["fast"]))  # type: ignore[list-item]
 
 
 # Recipes and overrides

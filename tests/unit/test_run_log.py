@@ -111,8 +111,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 ONLINE = Tracking("online", project="tests")
 
 
-def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(tmp_path: Path, recorder: Recorder) -> None:
-    run_dir = tmp_path / "run"
+def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(
+    tmp_path: Path, new_run: Path, recorder: Recorder
+) -> None:
+    run_dir = new_run
     fill(run_dir, 2, ONLINE)
     fill(run_dir, 3, ONLINE, resume_step=2)
     log_report(SAMPLE, run_dir, ONLINE, {"seed": 1})
@@ -139,7 +141,7 @@ def test_wandb_gets_the_page_of_a_report(tmp_path: Path, recorder: Recorder) -> 
     assert recorder.logged[0][0]["report"] == "<p>"
 
 
-def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_trackers_get_the_numbers(new_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, trackio, calls = Recorder(), Recorder(), list[Any]()
     writer.add_scalar = lambda *given, **more: calls.append((*given, more["global_step"]))  # type: ignore[attr-defined]
     writer.flush = writer.close = lambda: None  # type: ignore[attr-defined]
@@ -152,13 +154,13 @@ def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.utils, "tensorboard", SimpleNamespace(SummaryWriter=opened), raising=False)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     both = Tracking(tensorboard=True, trackio=True, project="tests")
-    fill(tmp_path / "run", 3, both, resume_step=2)
+    fill(new_run, 3, both, resume_step=2)
     # TensorBoard drops the steps that are done again.
-    assert made == [((str(tmp_path / "run" / "tensorboard"),), {"purge_step": 3})]
+    assert made == [((str(new_run / "tensorboard"),), {"purge_step": 3})]
     assert calls == [("loss", 1 / 3, 3)]
     assert (trackio.opened[0]["project"], trackio.opened[0]["name"]) == ("tests", "run")
     assert trackio.logged == [({"loss": 1 / 3}, 3)]
-    log_report(SAMPLE, tmp_path / "run", both)
+    log_report(SAMPLE, new_run, both)
     assert (trackio.logged[1][0]["arms/retrained/tau"], made[1][1]) == (3.44, {})
 
 

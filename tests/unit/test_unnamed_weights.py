@@ -44,7 +44,7 @@ def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("file", ["mtp.safetensors", "model_extra_tensors.safetensors"])
 def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
-    file: str, base: Path, saved: Path, tmp_path: Path
+    file: str, base: Path, saved: Path, out: Path
 ) -> None:
     head = without_head(base, file)
     found = inspect(base)
@@ -53,13 +53,13 @@ def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
     assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
     assert (found.cure or "").startswith(f"mtp-train graft {base} --from BASE")
     with pytest.raises(CheckpointError, match=rf"{file} has some and is no part of the checkpoint"):
-        export(base, tmp_path / "out")
+        export(base, out)
     save_file(changed(head), base / file, {"format": "pt"})
-    notes = "\n".join(graft(base, saved / "base", tmp_path / "out").notes)
+    notes = "\n".join(graft(base, saved / "base", out).notes)
     assert f"Left out, as no part of the checkpoint: {file} (15 tensors, 15 of a head)." in notes
-    written = all_tensors(tmp_path / "out")
+    written = all_tensors(out)
     assert same({key: written[key] for key in head}, head)
-    assert not (tmp_path / "out" / file).exists()
+    assert not (out / file).exists()
 
 
 def test_a_stray_file_beside_a_healthy_head_does_not_travel(base: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: pytest.
     assert f"{base}: contains two sets of weights, model.safetensors and the 3 file(s) of {INDEX_FILE}" in message
 
 
-def test_a_single_file_that_the_index_names_is_a_shard(base: Path, tmp_path: Path) -> None:
+def test_a_single_file_that_the_index_names_is_a_shard(base: Path, out: Path) -> None:
     """As AutoRound writes it: the head in a second file, and an index of both."""
     expected = all_tensors(base)
     head = head_of(base)
@@ -109,10 +109,10 @@ def test_a_single_file_that_the_index_names_is_a_shard(base: Path, tmp_path: Pat
     weight_map = {key: "model_extra_tensors.safetensors" if key in head else SINGLE_FILE for key in expected}
     (base / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     assert inspect(base).status == "healthy"
-    export(base, tmp_path / "out")
-    assert same(all_tensors(tmp_path / "out"), expected)
+    export(base, out)
+    assert same(all_tensors(out), expected)
     # transformers would read it alone.
-    assert not (tmp_path / "out" / SINGLE_FILE).exists()
+    assert not (out / SINGLE_FILE).exists()
 
 
 @pytest.mark.parametrize("index", ["of itself", "of shards that are gone"])
@@ -122,14 +122,14 @@ def test_an_index_that_adds_nothing_leaves_the_single_file_the_checkpoint(index:
     assert open_checkpoint(base).index is None
 
 
-def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path) -> None:
+def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path, out: Path) -> None:
     old_shards(base, head_of(base))
     expected = all_tensors(saved / "finetune")
     finetune = old_shards(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned")), head_of(base))
-    graft(finetune, saved / "base", tmp_path / "out")
-    written = all_tensors(tmp_path / "out")
+    graft(finetune, saved / "base", out)
+    written = all_tensors(out)
     assert same({key: written[key] for key in expected}, expected)
-    names = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    names = {file.name for file in (out).glob("*.safetensors")}
     assert not names & {file.name for file in finetune.iterdir()}
 
 

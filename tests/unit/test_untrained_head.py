@@ -78,7 +78,9 @@ def test_an_untrained_head_is_cured_by_a_base_with_a_trained_one(family_name: st
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_head_that_drafts_nothing_is_written_by_no_command(zero: bool, tmp_path: Path, capfd: Capture) -> None:
+def test_a_head_that_drafts_nothing_is_written_by_no_command(
+    zero: bool, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     path = checkpoint_with_head(tmp_path / "base", "qwen3_5")
     finetune = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "finetune")
 
@@ -89,13 +91,13 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(zero: bool, tmp_pat
 
     rewrite(path, reset)
     assert inspect(path).status == ("miswired" if zero else "untrained")
-    for argv in takers(path, finetune, tmp_path / "out"):
+    for argv in takers(path, finetune, out):
         message = refusal(argv, capfd)
         assert "expected a trained head" in message
         assert ("zero everywhere" if zero else "was never trained") in message
         # The message names the command that prints the cure.
         assert main(["inspect", str(path)]) == 0
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
 def test_norms_or_matrices_alone_are_a_note(tmp_path: Path) -> None:
@@ -184,12 +186,12 @@ def test_heads_that_were_trained_here_are_marked_and_the_mark_stays_with_the_hea
     assert inspect(tmp_path / "other").status == "untrained"
 
 
-def test_a_fresh_head_of_a_copied_layer_is_not_untrained(tmp_path: Path) -> None:
+def test_a_fresh_head_of_a_copied_layer_is_not_untrained(tmp_path: Path, out: Path) -> None:
     trunk = tiny_trunk("llama")
     source = open_checkpoint(save_stripped(trunk, tmp_path / "trunk"))
     plan = fresh_plan(source, text_config_of(source), "auto", seed=0, start="copy_last_layer")
-    write_checkpoint(source, plan.layout, plan.head, tmp_path / "out", link="hard", progress=quiet_progress())
-    assert inspect(tmp_path / "out").status == "healthy"
+    write_checkpoint(source, plan.layout, plan.head, out, link="hard", progress=quiet_progress())
+    assert inspect(out).status == "healthy"
 
 
 def test_the_demo_s_trained_head_has_no_such_sign() -> None:

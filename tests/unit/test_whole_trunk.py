@@ -108,7 +108,7 @@ def takers(path: Path, out: Path) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_reported_by_inspect_and_refused_by_every_command(
-    name: str, base: Path, tmp_path: Path, capfd: Capture
+    name: str, base: Path, out: Path, capfd: Capture
 ) -> None:
     damage, status, message = DAMAGES[name]
     damage(base)
@@ -118,15 +118,15 @@ def test_damage_is_reported_by_inspect_and_refused_by_every_command(
     assert any(re.search(message, one) for one in reported), reported
     assert all(text.startswith("no: ") for text in found["serves"].values())
     assert found["cure"] is not None
-    for argv in takers(base, tmp_path / "out"):
+    for argv in takers(base, out):
         assert re.search(message, refusal(argv, capfd))
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
-def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, out: Path, capfd: Capture) -> None:
     found = document(["inspect", saved], capfd)
     assert (found["status"], found["problems"], found["cure"]) == ("healthy", [], None)
-    for number, argv in enumerate(takers(saved, tmp_path / "out")):
+    for number, argv in enumerate(takers(saved, out)):
         assert main([str(word) for word in argv[:-1]] + [f"{argv[-1]}{number}"]) == 0
 
 
@@ -139,7 +139,7 @@ def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture)
 
 @pytest.mark.parametrize("lost", ["a tensor", "a layer"])
 def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
-    lost: str, saved: Path, base: Path, tmp_path: Path, capfd: Capture
+    lost: str, saved: Path, base: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     layer_gone(base) if lost == "a layer" else without(LAYER)(base)
     without(*(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
@@ -149,7 +149,7 @@ def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
         assert (found["status"], found["present_modules"]) == ("damaged", 0)
         assert found["problems"][0].startswith("trunk weights missing: model.layers.")
         assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}-original --force-download"
-    assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", tmp_path / "out"], capfd)
+    assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", out], capfd)
     # Of a base that lost weights, the base is named.
     whole = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "whole")
     message = refusal(["inspect", whole, "--base", base], capfd)

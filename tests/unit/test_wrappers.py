@@ -100,7 +100,7 @@ def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd:
     assert all_tensors(tmp_path / "merged").keys() == all_tensors(path).keys()
 
 
-def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Path) -> None:
+def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Path, out: Path) -> None:
     checkpoint = open_checkpoint(save_wrapped(tmp_path / "model", "mistral3", "mistral", num_layers=NUM_LAYERS))
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=0, kind="eagle3")
     artifact = Artifact(
@@ -112,9 +112,9 @@ def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Pa
         notes={},
         draft_vocab=CHOSEN,
     )
-    write_export(checkpoint, artifact, tmp_path / "out", adapter=None, link="hard", progress=Progress(disable=True))
+    write_export(checkpoint, artifact, out, adapter=None, link="hard", progress=Progress(disable=True))
     stored = load_file(checkpoint.path / SINGLE_FILE)["language_model.lm_head.weight"]
-    assert torch.equal(load_file(tmp_path / "out" / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
+    assert torch.equal(load_file(out / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
     serves = {engine: support.supported for engine, support in plan.family.serving.items() if support.supported}
     assert serves == {"vllm": True}
 
