@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from json_files import read_json, write_json
 
 
 def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> PeftModel:
@@ -31,7 +32,7 @@ def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM,
 def rewrite_config(adapter: Path, **fields: Any) -> None:
     """Change fields of an adapter's config."""
     file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    write_json(file, read_json(file) | fields)
 
 
 def rename_keys(adapter: Path, old: str, new: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.module import MtpHead
@@ -86,13 +86,13 @@ def base_and_finetune(
 
 def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
     """Set fields of the text config, remove those that are None."""
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     text_config = config.get("text_config", config)
     text_config.update(fields)
     for field, value in fields.items():
         if value is None:
             del text_config[field]
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = SINGLE_FILE) -> Path:
@@ -129,26 +129,26 @@ def shard(path: Path, num_shards: int = 3) -> Path:
         )
     total = sum(value.numel() * value.element_size() for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
     (path / SINGLE_FILE).unlink()
     return path
 
 
 def wrap_as_vision_language(path: Path, wrapper: Mapping[str, Any] = WRAPPER_CONFIG) -> Path:
     """Turn a text-only Qwen3.5 or Qwen4-Exp checkpoint into the layout of a vision-language release."""
-    text_config = json.loads((path / "config.json").read_text())
+    text_config = read_json(path / "config.json")
     text_config.pop("architectures")
     config = {**wrapper, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
     tensors = {_wrapped_key(key): value for key, value in load_file(path / SINGLE_FILE).items()}
     tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     return path
 
 
 def wrap_text_config(path: Path, model_type: str) -> None:
     """Put a text model's config into a wrapper's, with a section for the head, as Inkling's releases have it."""
-    text_config = json.loads((path / "config.json").read_text())
+    text_config = read_json(path / "config.json")
     section = {
         name: text_config.pop(field)
         for name, field in (
@@ -159,7 +159,7 @@ def wrap_text_config(path: Path, model_type: str) -> None:
     }
     del text_config["model_type"], text_config["architectures"]
     config = {"architectures": ["X"], "model_type": model_type, "text_config": text_config, "mtp_config": section}
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
 
 
 def _wrapped_key(key: str) -> str:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from mtp_train.checkpoints.artifact import WEIGHTS_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
 from runs import tree
@@ -99,7 +100,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text())
+    found: dict[str, Any] = read_json(run_dir / "outcome.json")
     return found
 
 
@@ -149,7 +150,7 @@ def left_by(run_dir: Path) -> Iterator[Any]:
     yield {path.name: sorted(path.read_text().splitlines()) for path in run_dir.glob("data/*/regenerated-*.jsonl")}
     yield [[line[field] for field in LOGGED] for line in metrics(run_dir)]
     yield {name: value.numpy().tobytes() for name, value in head(run_dir).items()}
-    yield outcome(run_dir)["exit_code"], json.loads((run_dir / "report.json").read_text())["arms"]["retrained"]["tau"]
+    yield outcome(run_dir)["exit_code"], read_json(run_dir / "report.json")["arms"]["retrained"]["tau"]
     files = tree(run_dir / "export")
     # The model card names speeds, which no two runs share.
     assert files.pop("README.md") is not None

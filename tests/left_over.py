@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import shard
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
 
 OLD_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -38,9 +38,9 @@ def head_outside_of_the_index(path: Path, head: Tensors) -> Path:
 
 def keys_outside_of_the_index(path: Path, head: Tensors) -> Path:
     """Shards of which the index lists the trunk's tensors alone."""
-    index = json.loads((shard(path) / INDEX_FILE).read_text())
+    index = read_json(shard(path) / INDEX_FILE)
     index["weight_map"] = {key: file for key, file in index["weight_map"].items() if key not in head}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from adapters import rename_keys, rewrite_config, write_adapter
 from byte_tokenizer import CHATML
 from checkpoints import all_tensors, rewrite
+from json_files import read_json
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import layout_of
@@ -105,7 +105,7 @@ def poison(adapter: Path) -> None:
 
 def with_dora(adapter: Path) -> None:
     """Put an adapter with magnitudes in the place of this one, for the checkpoint that this one is for."""
-    base = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())["base_model_name_or_path"]
+    base = read_json(adapter / ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
     write_adapter(Path(base), adapter, target_modules=["q_proj"], use_dora=True)
 
 

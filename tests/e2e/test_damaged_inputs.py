@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from adapters import write_adapter
 from checkpoints import rewrite, shard
+from json_files import read_json, write_json, write_rows
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
@@ -102,9 +103,9 @@ def damage(path: Path, random: Random) -> None:
             fields = json.loads(whole)
             inside, key = random.choice(list(places_of(fields)))
             inside[key] = random.choice(VALUES)
-            path.write_text(json.dumps(fields))
+            write_json(path, fields)
         case "whole":
-            path.write_text(json.dumps(random.choice(VALUES)))
+            write_json(path, random.choice(VALUES))
 
 
 def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -164,7 +165,7 @@ def done(inputs: Path, damages: Callable[[Path], Any], command: str, capfd: Capt
         # A comparison keeps what it measured of other models.
         assert left <= {"OUT/outcome.json", "run/outcome.json"} or command.startswith("compare")
         for path in left & {"OUT/outcome.json", "run/outcome.json"}:
-            recorded = json.loads((work / path).read_text())
+            recorded = read_json(work / path)
             assert f"mtp-train: {recorded.pop('message')}\n" == said
             assert recorded == {"exit_code": 2, "reason": "bad_input", "stage": "check"}
         return code, said
@@ -217,7 +218,7 @@ def poison(path: Path, key: str) -> None:
 def shorten_held_out_texts(work: Path) -> None:
     rows = [{"text": chr(97 + number), "group": f"g{number}"} for number in range(8)]
     rows += [{"text": "long enough to learn", "group": "train"}] * 8
-    (work / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(work / "chats.jsonl", rows)
 
 
 def take_the_target(work: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
+from json_files import read_json
 from launching import CPU_SHARDS, metrics, outcome, start
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
@@ -53,7 +54,7 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
         assert document(["regenerate", there], capfd) == expected
         assert len(served.payloads) == asked
     assert {headers["Authorization"] for headers in served.headers} == {"Bearer secret"}
-    (facts,) = (json.loads(path.read_text()) for path in (tmp_path / "there").glob("data/*/server-*.json"))
+    (facts,) = (read_json(path) for path in (tmp_path / "there").glob("data/*/server-*.json"))
     assert facts["model"] == "trunk"
     assert (facts["generated"], facts["refused"]) == (expected["responses"], 0)
     written = "".join(path.read_text() for path in (tmp_path / "there").rglob("*") if path.is_file())
@@ -109,5 +110,5 @@ def test_processes_with_shards_of_the_trunk_check_the_responses_together(
     assert rows(shards) == rows(tmp_path / "here")
     # As often as one process asks.
     assert asked == len(rows(shards))
-    (facts,) = (json.loads(path.read_text()) for path in shards.glob("data/*/server-00000-of-00001.json"))
+    (facts,) = (read_json(path) for path in shards.glob("data/*/server-00000-of-00001.json"))
     assert facts["generated"] == len(rows(shards))

@@ -8,7 +8,6 @@ Random tiny checkpoints in the released layout: key names and expert layout are 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
+from json_files import read_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
@@ -62,7 +62,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT | LONGER.get(family_name, {}))
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
     assert pipeline.run(load_recipe(recipe)).stage == "done"
-    report = json.loads((run_dir / "report.json").read_text())
+    report = read_json(run_dir / "report.json")
     assert report["gate"]["passed"] is True
     lossless = report["lossless"]
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"] > 0
@@ -111,7 +111,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert (after["status"], after["serves"]) == ("healthy", planned["serves"])
 
     run_dir = tmp_path / "runs" / "attached"
-    report = json.loads((run_dir / "report.json").read_text())
+    report = read_json(run_dir / "report.json")
     assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     exported = all_tensors(run_dir / "export")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from json_files import read_json
 from llama_server import GROUPS, llama, serving, write_rows
 from mtp_train.runs import pipeline
 from openai_server import ReplyFn
@@ -61,7 +61,7 @@ def judge(run_dir: Path, pristine: Path, tmp_path: Path) -> Judge:
 
 
 def read(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def test_a_better_head_is_done_and_stays_done(judge: Judge, run_dir: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from json_files import read_json, write_json
 from launching import head
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
@@ -53,13 +54,13 @@ def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
     base = load_file(pristine / "base" / "model.safetensors")
     with pytest.raises(AssertionError):
         assert_close(head(run), {key: base[key] for key in head(run)}, rtol=0, atol=1e-6)
-    report = json.loads((run / "report.json").read_text())
+    report = read_json(run / "report.json")
     assert report["arms"]["graft"]["head"] == str(first)
     assert report["gate"]["baseline"] == "graft"
     assert "mtp-train graft" not in report["gate"]["reason"]
-    provenance = json.loads((run / "provenance.json").read_text())["head_from"]
+    provenance = read_json(run / "provenance.json")["head_from"]
     assert (provenance["path"], list(provenance["sha256"])) == (str(first / "head"), ["head_config.json"])
-    recorded = json.loads((run / "inputs.json").read_text())["inputs"]["model.head_from"]["files"]
+    recorded = read_json(run / "inputs.json")["inputs"]["model.head_from"]["files"]
     assert recorded.keys() == {"head.safetensors", "head_config.json"}
     assert tree(first) == before
 
@@ -88,7 +89,7 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     assert [json.loads(line)["id"] for line in generated.read_text().splitlines()] == [left_out]
     assert [row for row in stored(run) if row.id != left_out] == [row for row in stored(first) if row.id != left_out]
     (record,) = run.glob("data/*/copied.json")
-    (settings,) = json.loads(record.read_text())["responses"]
+    (settings,) = read_json(record)["responses"]
     assert (settings["count"], settings["dtype"]) == (count, "float32")
 
     shutil.rmtree(donor)
@@ -145,13 +146,13 @@ def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_pa
     donor = copied(first, tmp_path)
     recipe = second(tmp_path, pristine, donor)
     config = donor / "head" / "head_config.json"
-    fields = json.loads(config.read_text())
+    fields = read_json(config)
     for change, found in {
         ("family", "glm4_moe"): "a head of kind mtp for GLM",
         ("kind", "eagle3"): "has a head of kind eagle3; expected the same kind",
         ("num_hidden_layers", 99): " of 99 layers; expected kind mtp",
     }.items():
-        config.write_text(json.dumps({**fields, **dict([change])}))
+        write_json(config, {**fields, **dict([change])})
         said = refusal(["run", recipe], capfd)
         assert f"{donor / 'head'}" in said
         assert found in said

@@ -6,7 +6,6 @@ here by its text until a test pastes it.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import set_fields
+from json_files import write_rows
 from mtp_train.checkpoints.suggestions import download_command
 from mtp_train.cli.main import build_parser, main, parse
 from mtp_train.data.tokenize import Document
@@ -443,7 +443,7 @@ def test_a_change_that_a_message_proposes_mends_the_recipe(
 ) -> None:
     for name, columns in (("asked", ("question", "answer")), ("prompts", ("prompt",)), ("texts", ("text",))):
         rows = [{column: sentence(f"{column} {row}") for column in columns} for row in range(16)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(Path(f"{name}.jsonl"), rows)
     Path("chats.jsonl").write_text(Path("prompts.jsonl").read_text().replace('"prompt"', '"text"'))
     places = {
         "BASE": inputs / "base",

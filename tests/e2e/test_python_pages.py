@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import mtp_train as mtp
+from json_files import read_json
 from runs import LEARNS, TINY_RESCUE, overrides_of, write_inputs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -49,7 +49,7 @@ def shown(result: Any) -> None:
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
-    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    found = read_json(NOTEBOOK)
     return [cell for cell in found["cells"] if cell["cell_type"] == kind]
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import all_tensors
+from json_files import read_json, write_rows
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
@@ -42,7 +43,7 @@ def varied(inputs: Path) -> Path:
     for number, row in enumerate(rows):
         row["group"] = f"g{number}"
         row["messages"][0]["content"] = f"{chr(97 + number) * 9} {number} {chr(110 - number % 13) * 9}"
-    (inputs / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(inputs / "chats.jsonl", rows)
     return inputs
 
 
@@ -124,7 +125,7 @@ def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(input
         raise Reached
 
     texts = [{"text": f"{chr(97 + number) * 9} {number} {chr(122 - number) * 9}"} for number in range(16)]
-    (inputs / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_rows(inputs / "texts.jsonl", texts)
     given = {"data": [inputs / "texts.jsonl"]}
     with pytest.raises(mtp.MtpError, match=r"plain text has no prompt; .* Add data\.regenerate=null to train"):
         mtp.probe(inputs / "finetune", inputs / "base", "found", **given)
@@ -170,14 +171,14 @@ def test_where_training_does_not_help_the_graft_is_exported_and_an_adapter_merge
     assert re.search("does not lie above 0|training gave no gain", rescued["reason"])
     # What the refusal proposes is done.
     proposed = "The head as it was is not shown to be worse: mtp-train "
-    assert proposed in json.loads(Path("out/report.json").read_text())["gate"]["reason"]
+    assert proposed in read_json(Path("out/report.json"))["gate"]["reason"]
     assert proposed not in rescued["reason"]
     base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
     assert base.keys() == export.keys()
     changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
     assert changed
     assert all("q_proj" in key and not key.startswith("mtp.") for key in changed)
-    assert json.loads(Path("out/outcome.json").read_text())["reason"] == "gate_refused"
+    assert read_json(Path("out/outcome.json"))["reason"] == "gate_refused"
     assert document(argv, capfd) == rescued
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pkgutil
 import re
@@ -18,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from json_files import read_json
 from launching import assert_same_run, ended, holding, outcome, responses
 from mtp_train.checkpoints.identity import RECORD_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
@@ -170,7 +170,7 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
         assert f"mtp-train evaluate {path} --endpoint http://localhost:8000/v1" in found.message
     judged = f"stale={run_dir}-baseline retrained={run_dir}-served --judges {run_dir} --out {run_dir}-judged"
     assert found.message.endswith(f"mtp-train compare {judged}")
-    assert json.loads((run_dir / "report.json").read_text())["settings"]["gate"] == "unjudged"
+    assert read_json(run_dir / "report.json")["settings"]["gate"] == "unjudged"
     for page in ("report.html", "export/README.md"):
         assert UNJUDGED_SENTENCE in (run_dir / page).read_text()
     assert run_command("export", run_dir, "--out", tmp_path / "again") == 0
@@ -216,7 +216,7 @@ def test_the_gate_refuses_a_head_that_got_worse(
         assert ended(second) == (3, "gate_refused", "done")
         assert not (second / "export").exists()
     else:
-        assert json.loads((second / "report.json").read_text())["arms"]["retrained"]["tau"] > 1.8
+        assert read_json(second / "report.json")["arms"]["retrained"]["tau"] > 1.8
 
 
 # One writer

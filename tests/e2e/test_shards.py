@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from launching import (
     CPU,
     CPU_SHARDS,
@@ -196,7 +196,7 @@ def states(run_dir: Path) -> dict[str, int]:
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """Return a resume state: weights, moments and each parameter's own count of steps."""
     directory = run_dir / "state" / f"step-{step:08d}"
-    counts = json.loads((directory / "state.json").read_text())["optimizer"]
+    counts = read_json(directory / "state.json")["optimizer"]
     return {
         **load_file(directory / "head.safetensors"),
         **load_file(directory / "optimizer.safetensors"),

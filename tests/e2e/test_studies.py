@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from drafting_server import DraftingServer
+from json_files import read_json
 from launching import ROOT, metrics, outcome
 from mtp_train import check
 from mtp_train.checkpoints.suggestions import evaluate_command
@@ -50,7 +50,7 @@ def test_evaluate_measures_a_grid_once(
     out = tmp_path / "out"
     command = ["evaluate", inputs / "base", *suite(inputs), "--out", out]
     report = document(command, capfd)
-    assert report == json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert report == read_json(out / "report.json")
     assert list(report["arms"]) == ["none", "base"]
     assert (report["arms"]["none"]["tau"], report["arms"]["none"]["head"]) == (1.0, None)
     pooled = cells_of(report, task="all", arm="base")

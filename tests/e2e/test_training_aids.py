@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
@@ -65,7 +65,7 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     lines = [line for line in read_metrics(good) if "held_out_tau" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     best = max(lines, key=score_of)
-    state = json.loads(max((good / "state").glob("step-*/state.json")).read_text())
+    state = read_json(max((good / "state").glob("step-*/state.json")))
     assert state["best"]["score"] == score_of(best)
     assert state["best"]["start"] == score_of(lines[0]) < score_of(best)
 
@@ -94,7 +94,7 @@ def test_the_automatic_rate_is_recorded_and_kept(
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, **(RUN | fields))
     assert main(["run", str(recipe)]) == 0
     recorded = load_recipe(new_run / "recipe.yaml")
-    config = json.loads((inputs / "finetune" / "config.json").read_text())
+    config = read_json(inputs / "finetune" / "config.json")
     width = config.get("text_config", config)["hidden_size"]
     assert recorded.train.lr == pytest.approx(0.2 * 0.4096 / width)
     assert max(line["lr"] for line in read_metrics(new_run) if "lr" in line) <= recorded.train.lr

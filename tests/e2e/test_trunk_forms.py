@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoints import all_tensors, same, set_fields
+from json_files import read_json
 from launching import head, metrics, without_speed
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import Trunk
@@ -80,12 +81,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, new_run: Path) -> None:
     recipe = tiny_recipe(mixture, new_run, **LEARNS, model__quantization="8bit")
     assert pipeline.run(recipe).reason == "done"
-    report = json.loads((new_run / "report.json").read_text())
+    report = read_json(new_run / "report.json")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     finetune, exported = all_tensors(mixture / "finetune"), all_tensors(new_run / "export")
     assert finetune.keys() < exported.keys()
     assert all(exported[key].equal(value) for key, value in finetune.items())
-    assert "quantization_config" not in json.loads((new_run / "export" / "config.json").read_text())
+    assert "quantization_config" not in read_json(new_run / "export" / "config.json")
 
 
 def test_check_counts_packed_weights_and_refuses_packed_checkpoints(

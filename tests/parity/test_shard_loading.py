@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from json_files import read_json
 from launching import ROOT, start
 from tiny import ALL_FAMILIES
 
@@ -21,7 +21,7 @@ def measured(cases: tuple[str, ...], directory: Path) -> dict[str, Any]:
     program, two = ROOT / "tests" / "shard_loading.py", ("--num_processes", "2")
     done = start("fsdp2.yaml", program, into, *cases, flags=two, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    return json.loads(into.read_text())
+    return read_json(into)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import base_and_finetune
+from json_files import write_rows
 from mtp_train import check
 from mtp_train.data.records import text_group
 from mtp_train.data.tokenize import Document
@@ -143,7 +143,7 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_counts_of_a_plan_are_those_of_the_run(inputs: Path, tmp_path: Path, new_run: Path) -> None:
     # Near-duplicates: 40 records in fewer groups than prompts.
     rows = [{"prompt": f"{'list the primes from ' * 9}{number % 25}", "response": "no"} for number in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     sources = [{"path": str(tmp_path / "pairs.jsonl")}]
     found = check(mapping(inputs, new_run, data__sources=sources, data__group_field=None), processes=1)
     told = re.search(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from adapters import write_adapter
 from checkpoints import save_stripped
+from json_files import write_json
 from launching import metrics
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
@@ -94,7 +94,7 @@ def part(path: Path) -> Path:
     files = {key: "layers.safetensors" if "layers." in key else "ends.safetensors" for key in tensors}
     for file in set(files.values()):
         save_file({key: tensors[key] for key in tensors if files[key] == file}, path / file, {"format": "pt"})
-    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    write_json(path / INDEX_FILE, {"metadata": {}, "weight_map": files})
     (path / SINGLE_FILE).unlink()
     return path / "layers.safetensors"
 

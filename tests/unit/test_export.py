@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from checkpoints import (
     shared_by_the_head,
     wrap_as_vision_language,
 )
+from json_files import read_json, write_json
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints import export as writing
 from mtp_train.checkpoints.export import write_checkpoint
@@ -58,7 +58,7 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
         shard(finetune)
     graft(finetune, base, out)
     assert_grafted(out, finetune, base)
-    index = json.loads((out / INDEX_FILE).read_text())
+    index = read_json(out / INDEX_FILE)
     tensors = all_tensors(out)
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
@@ -69,11 +69,11 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
 def test_an_index_keeps_its_metadata_but_for_the_counts(tmp_path: Path, out: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     path = shard(finetune) / INDEX_FILE
-    index = json.loads(path.read_text())
+    index = read_json(path)
     index["metadata"] |= {"total_parameters": 7, "tuned_by": "us"}
-    path.write_text(json.dumps(index))
+    write_json(path, index)
     graft(finetune, base, out)
-    metadata = json.loads((out / INDEX_FILE).read_text())["metadata"]
+    metadata = read_json(out / INDEX_FILE)["metadata"]
     assert metadata.keys() == {"total_size", "tuned_by"}
 
 
@@ -83,10 +83,10 @@ def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path, 
     set_fields(finetune, {"mtp_num_hidden_layers": None})
     graft(finetune, base, out)
     assert_grafted(out, finetune, base)
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert "mtp_num_hidden_layers" not in config
-    assert config["vision_config"] == json.loads((finetune / "config.json").read_text())["vision_config"]
+    assert config["vision_config"] == read_json(finetune / "config.json")["vision_config"]
 
 
 def test_unchanged_files_are_links_and_copies_on_request(tmp_path: Path) -> None:
@@ -175,16 +175,16 @@ def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(
 ) -> None:
     base, finetune = base_and_finetune(tmp_path, family_name)
     set_fields(base, {"full_attention_interval": 2})
-    assert "full_attention_interval" not in json.loads((finetune / "config.json").read_text())
+    assert "full_attention_interval" not in read_json(finetune / "config.json")
     graft(finetune, base, out)
-    assert json.loads((out / "config.json").read_text())["full_attention_interval"] == 2
+    assert read_json(out / "config.json")["full_attention_interval"] == 2
 
 
 def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path, out: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     set_fields(base, {"mtp_num_hidden_layers": None})
     export(base, out)
-    assert json.loads((out / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    assert read_json(out / "config.json")["mtp_num_hidden_layers"] == 1
     assert diagnose_head(open_checkpoint(out)).complete
 
 
@@ -193,15 +193,15 @@ def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path, out: Pa
 def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: bool, tmp_path: Path, out: Path) -> None:
     """The trunk's config declares a longer head, and in one case the count is repeated, as transformers saves it."""
     _, finetune = base_and_finetune(tmp_path, "inkling")
-    config = json.loads((finetune / "config.json").read_text())
+    config = read_json(finetune / "config.json")
     config["mtp_config"]["num_nextn_predict_layers"] = 3
     if repeated:
         config["text_config"]["num_mtp_layers"] = 3
-    (finetune / "config.json").write_text(json.dumps(config))
+    write_json(finetune / "config.json", config)
     checkpoint = open_checkpoint(finetune)
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
     write_checkpoint(checkpoint, plan.layout, plan.head, out, link="hard", progress=quiet_progress())
-    written = json.loads((out / "config.json").read_text())
+    written = read_json(out / "config.json")
     assert written["mtp_config"] == {**config["mtp_config"], "num_nextn_predict_layers": 1}
     assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)
     diagnosis = diagnose_head(open_checkpoint(out))

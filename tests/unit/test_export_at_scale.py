@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
@@ -62,10 +63,10 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     trunk = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    raw = json.loads((path / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    raw = read_json(path / "config.json") | {"architectures": ["Qwen3_5ForCausalLM"]}
     # The config does not declare the head: export declares it.
     raw.pop("mtp_num_hidden_layers", None)
-    (path / "config.json").write_text(json.dumps(raw))
+    write_json(path / "config.json", raw)
     family = family_for(raw, where="test")
     layout = HeadLayout(family, "model.", config.num_hidden_layers)
     own = layout.native_shapes(empty_head(family, config, 1)) if head else {}
@@ -73,7 +74,7 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
     files = {key: f"model-{1 + place * num_shards // len(keys):05d}.safetensors" for place, key in enumerate(keys)}
     for file in set(files.values()):
         write_sparse(path / file, {key: (trunk | own)[key] for key in keys if files[key] == file})
-    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    write_json(path / INDEX_FILE, {"metadata": {}, "weight_map": files})
     return sum(2 * torch.Size(shape).numel() for shape in (trunk | own).values())
 
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_larger_than_memory_is_written_in_two_gigabytes(size: str, 
 
 def save_adapter(path: Path, module: str, config: Qwen3_5TextConfig) -> None:
     path.mkdir()
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    write_json(path / "adapter_config.json", {"peft_type": "LORA", "r": 8, "lora_alpha": 16})
     rows = 2 * config.num_attention_heads * config.head_dim
     pair = {
         f"{module}.lora_A.weight": torch.ones(8, config.hidden_size),

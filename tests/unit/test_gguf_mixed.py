@@ -5,7 +5,6 @@ What is expected was read from files that llama.cpp's converter wrote for the sa
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
+from json_files import read_json, write_json
 from mtp_train.runs.checkpoint_tools import write
 from tiny import ALL_FAMILIES
 
@@ -171,13 +171,13 @@ NAMES = [name for name in RELEASED if name in ALL_FAMILIES]
 
 def as_released(path: Path, family_name: str) -> Path:
     checkpoint_with_head(path, family_name)
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     text_config = config.get("text_config", config)
     theirs, released = RELEASED[family_name]
     for field in theirs:
         text_config.pop(field)
     text_config.update(released)
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     return path
 
 

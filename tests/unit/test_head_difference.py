@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields
+from json_files import read_json, write_json
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
@@ -171,7 +171,7 @@ def test_a_drafter_beside_a_trunk_of_any_family_is_named(
     other = with_tensors(saved / "finetune", tmp_path / "other", lambda tensors: tensors | block)
     if model_type is not None:
         config = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
-        (other / "config.json").write_text(json.dumps(config))
+        write_json(other / "config.json", config)
     found = inspect(other)
     assert (found.status, found.cure, found.head.found_keys) == ("foreign", None, tuple(block))
     assert "DSpark drafter (mtp_dspark.layers.0.att" in found.runs_here
@@ -306,6 +306,6 @@ def test_single_names_that_sglang_fuses_are_warned_of_and_exported_as_a_pattern(
         return
     cured = paste(found.cure)
     assert same(all_tensors(cured), all_tensors(base))
-    written = json.loads((cured / "config.json").read_text())["quantization_config"]["ignore"]
+    written = read_json(cured / "config.json")["quantization_config"]["ignore"]
     assert written == [*ignore, r"re:.*mtp\..*"]
     assert inspect(cured).cure is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -13,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from json_files import write_rows
 from mtp_train import check
 from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
@@ -30,7 +30,7 @@ def sentence(seed: str, num_words: int = 8) -> str:
 
 
 def write_chats(directory: Path, rows: list[dict[str, Any]]) -> None:
-    (directory / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "chats.jsonl", rows)
 
 
 def conversations(count: int) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_fields
+from json_files import read_json
 from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
@@ -112,7 +112,7 @@ def test_the_file_names_its_schema_and_is_checked(inputs: Path, capfd: Capture) 
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base")
     first = Path("my.yaml").read_text(encoding="utf-8").splitlines()[0]
     schema = first.removeprefix("# yaml-language-server: $schema=")
-    assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
+    assert read_json(Path(schema))["properties"].keys() >= {"model", "head"}
     assert main(["check", "my.yaml", "--show", "recipe"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
 

@@ -17,6 +17,7 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
+from json_files import read_json, write_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
@@ -107,8 +108,8 @@ def test_two_declarations_that_differ_are_named_and_cured(other: int, tmp_path: 
 
 
 def declare(path: Path, **fields: int) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | fields))
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", config | fields)
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

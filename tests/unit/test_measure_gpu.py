@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from json_files import read_json
 from launching import ROOT, environment
 
 
@@ -19,7 +19,7 @@ def measured(out: Path, *words: object) -> tuple[int, dict[str, dict[str, Any]]]
     settings = environment(PYTHON=sys.executable)
     settings.pop("MTP_REAL_MODEL", None)
     done = subprocess.run([*map(str, command)], env=settings, check=False, stdout=subprocess.DEVNULL)
-    return done.returncode, {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    return done.returncode, {path.stem: read_json(path) for path in out.glob("*.json")}
 
 
 def test_a_part_that_fails_costs_no_other_one(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
+from json_files import read_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.tokenizer import load_tokenizer
@@ -352,7 +352,7 @@ def test_shards_without_a_change_are_links(tmp_path: Path, lora: Path, out: Path
     write_adapter(base, lora, target_modules=["q_proj"])
     report = document(["merge", base, "--adapter", lora, "--out", out], capfd)
     key = "model.layers.3.self_attn.q_proj.weight"
-    touched = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
+    touched = read_json(base / INDEX_FILE)["weight_map"][key]
     for file in base.glob("*.safetensors"):
         assert (out / file.name).samefile(file) == (file.name != touched)
     assert report["content"] == f"1 tensors of {base} adapted, in 1 of 8 files"
@@ -450,8 +450,8 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     merge(base, tmp_path / "lora", out)
     assert "Its tokenizer is the adapter's: " in capfd.readouterr().out
     assert_like_peft(out, wrapped)
-    config = json.loads((out / "config.json").read_text())
-    assert config == json.loads((base / "config.json").read_text()) | {"vocab_size": rows}
+    config = read_json(out / "config.json")
+    assert config == read_json(base / "config.json") | {"vocab_size": rows}
     assert AutoTokenizer.from_pretrained(out)("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
     assert tokenizer("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
     written, old = open_checkpoint(out), all_tensors(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
 from checkpoints import all_tensors, same, set_fields, shard
+from json_files import read_json, write_json
 from left_over import into_hub_cache
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
@@ -35,9 +35,9 @@ def base(pristine: Path, tmp_path: Path) -> Path:
 
 
 def rename_in_index(path: Path, rename: Callable[[str], Any]) -> None:
-    index = json.loads((path / INDEX_FILE).read_text())
+    index = read_json(path / INDEX_FILE)
     index["weight_map"] = {key: rename(file) for key, file in index["weight_map"].items()}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
 
 
 def nest(path: Path, directory: str = "weights/fp32") -> Path:
@@ -142,7 +142,7 @@ def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
 
 def test_of_a_tensor_in_two_shards_the_index_decides(base: Path, pristine: Path, tmp_path: Path) -> None:
     trunk, head = "model.norm.weight", "mtp.fc.weight"
-    weight_map = json.loads((base / INDEX_FILE).read_text())["weight_map"]
+    weight_map = read_json(base / INDEX_FILE)["weight_map"]
     originals = all_tensors(base)
     for number, (key, other) in enumerate(itertools.product((trunk, head), SHARDS)):
         path, holder = Path(shutil.copytree(base, tmp_path / str(number))), weight_map[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from checkpoints import all_tensors, base_and_finetune, set_fields
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
 from mtp_train.cli.main import main
@@ -324,7 +324,7 @@ def test_modelopt_s_own_file_is_extended_too(tmp_path: Path, capfd: Capture) -> 
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     pack_trunk(base, "modelopt fp8", declared=False)
     own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (base / "hf_quant_config.json").write_text(json.dumps(own))
+    write_json(base / "hf_quant_config.json", own)
     out = paste(document(["inspect", base], capfd)["cure"])
-    found = json.loads((out / "hf_quant_config.json").read_text())
+    found = read_json(out / "hf_quant_config.json")
     assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import mtp_train.checkpoints.export
 from checkpoints import all_tensors, base_and_finetune, shared_by_the_head, wrap_as_vision_language
+from json_files import read_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -40,7 +40,7 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
     _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    index = json.loads((path / INDEX_FILE).read_text())
+    index = read_json(path / INDEX_FILE)
     assert index["weight_map"].keys() == all_tensors(path).keys()
     assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, rewrite, set_fields
+from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError
@@ -72,7 +72,7 @@ def graft(finetune: Path, base: Path, out: Path) -> int:
 
 
 def quantisation(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())["quantization_config"]
+    return read_json(path / "config.json")["quantization_config"]
 
 
 def head_layers(path: Path) -> list[str]:
@@ -161,9 +161,9 @@ def test_modelopt_s_own_file_says_it_too(tmp_path: Path, out: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     pack(finetune, {"quant_method": "modelopt", "ignore": ["mtp*"]})
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
-    (finetune / "hf_quant_config.json").write_text(json.dumps(own))
+    write_json(finetune / "hf_quant_config.json", own)
     assert graft(finetune, base, out) == 0
-    found = json.loads((out / "hf_quant_config.json").read_text())
+    found = read_json(out / "hf_quant_config.json")
     assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]
     assert (out / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
@@ -217,7 +217,7 @@ def test_a_head_in_fp8_is_read_with_its_scales(
     for key, value in plain.items():
         assert torch.equal(native[key], value.bfloat16().float())
         assert torch.equal(written[key], value.bfloat16())
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in read_json(out / "config.json")
 
 
 def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:

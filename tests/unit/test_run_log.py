@@ -15,6 +15,7 @@ import pytest
 import torch.utils
 from rich.console import Console
 
+from json_files import read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.errors import RecipeError
 from mtp_train.report.write import log_report
@@ -122,7 +123,7 @@ def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(
     assert [[one[name] for name in names] for one in recorder.opened] == [
         ["tests", "run", run_dir, "online", {"seed": 1}, "allow"]
     ] * 3
-    assert {one["id"] for one in recorder.opened} == {json.loads((run_dir / TRACKED_FILE).read_text())["wandb"]}
+    assert {one["id"] for one in recorder.opened} == {read_json(run_dir / TRACKED_FILE)["wandb"]}
     assert recorder.finished == 3
     # Numbers, and no text.
     assert recorder.logged[:3] == [({"loss": 1.0 / step}, step) for step in (1, 2, 3)]
@@ -181,4 +182,4 @@ def test_offline_leaves_a_wandb_run_to_upload_later(tmp_path: Path, monkeypatch:
     (directory,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = directory.glob("*.wandb")
     assert file.stat().st_size > 0
-    assert directory.name.endswith(json.loads((tmp_path / TRACKED_FILE).read_text())["wandb"])
+    assert directory.name.endswith(read_json(tmp_path / TRACKED_FILE)["wandb"])

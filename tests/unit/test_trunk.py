@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from checkpoints import (
     set_fields,
     wrap_as_vision_language,
 )
+from json_files import read_json, write_json
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
@@ -163,11 +163,11 @@ def test_a_whole_text_chooses_the_pools_of_keys_that_transformers_chooses() -> N
 def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_parts(tmp_path: Path) -> None:
     trunk = tiny_trunk("dots3_note")
     save_with_head(trunk, tiny_head(trunk), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     for part in ("vision", "audio"):
         config[f"{part}_config"] = {"model_type": f"dots3_note_{part}_encoder", "adapter_out_dim": 32}
     sliding = {f"swa_{name}": value for name, value in config.pop("per_layer_config")["0"].items()}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **sliding, "model_type": "dots3_note"}))
+    write_json(tmp_path / "config.json", {**config, **sliding, "model_type": "dots3_note"})
     checkpoint = open_checkpoint(tmp_path)
     loaded = load(tmp_path)
     assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))

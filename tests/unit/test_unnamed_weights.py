@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import all_tensors, base_and_finetune, same, shard
+from json_files import read_json, write_json
 from left_over import OLD_SHARDS, changed, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.export import place_file
@@ -85,7 +85,7 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
     export(base, tmp_path / "out")
     graft(base, saved / "base", tmp_path / "grafted")
     for out in ("out", "grafted"):
-        assert json.loads((tmp_path / out / INDEX_FILE).read_text())["weight_map"].keys() >= head.keys()
+        assert read_json(tmp_path / out / INDEX_FILE)["weight_map"].keys() >= head.keys()
         assert inspect(tmp_path / out).cure is None
 
 
@@ -107,7 +107,7 @@ def test_a_single_file_that_the_index_names_is_a_shard(base: Path, out: Path) ->
     save_file({key: value for key, value in expected.items() if key not in head}, base / SINGLE_FILE)
     save_file(head, base / "model_extra_tensors.safetensors")
     weight_map = {key: "model_extra_tensors.safetensors" if key in head else SINGLE_FILE for key in expected}
-    (base / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    write_json(base / INDEX_FILE, {"weight_map": weight_map})
     assert inspect(base).status == "healthy"
     export(base, out)
     assert same(all_tensors(out), expected)
@@ -118,7 +118,7 @@ def test_a_single_file_that_the_index_names_is_a_shard(base: Path, out: Path) ->
 @pytest.mark.parametrize("index", ["of itself", "of shards that are gone"])
 def test_an_index_that_adds_nothing_leaves_the_single_file_the_checkpoint(index: str, base: Path) -> None:
     file = SINGLE_FILE if index == "of itself" else OLD_SHARDS[0]
-    (base / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(all_tensors(base), file)}))
+    write_json(base / INDEX_FILE, {"weight_map": dict.fromkeys(all_tensors(base), file)})
     assert open_checkpoint(base).index is None
 
 

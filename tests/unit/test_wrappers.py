@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from adapters import write_adapter
 from checkpoints import all_tensors, set_fields
 from draft_models import CHOSEN, NUM_LAYERS
+from json_files import write_json
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
@@ -135,7 +135,7 @@ def test_a_config_that_leaves_sizes_to_transformers_is_read(tmp_path: Path) -> N
 )
 def test_others_are_refused_with_the_reason(wrapper: str, family_name: str, reason: str, tmp_path: Path) -> None:
     text_config = {"model_type": family_name, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": text_config}))
+    write_json(tmp_path / "config.json", {"model_type": wrapper, "text_config": text_config})
     save_file({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE, {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=reason):
         _ = open_checkpoint(tmp_path).family
