@@ -26,6 +26,7 @@ from tiny import tiny_trunk
 from wrapped import save_wrapped
 
 BYTE_VOCAB_SIZE = 259
+Capture = pytest.CaptureFixture[str]
 
 
 def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int = 24) -> Path:
@@ -181,7 +182,7 @@ def run_command(*words: Any) -> int:
     return main([str(word) for word in words])
 
 
-def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:
+def refusal(argv: list[Any], capfd: Capture) -> str:
     """Run a command that must exit 2 with one message: where, found, expected, what to do. Return the message."""
     capfd.readouterr()
     assert run_command(*argv) == 2
@@ -198,7 +199,7 @@ def paste(command: str | None) -> Path:
     return Path(words[-1])
 
 
-def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:
+def document(argv: list[Any], capfd: Capture, exit_code: int = 0) -> Any:
     """Run a command with ``--json`` and return the one document that it printed."""
     capfd.readouterr()
     assert run_command(*argv, "--json") == exit_code

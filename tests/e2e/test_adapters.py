@@ -17,9 +17,7 @@ from json_files import read_json
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import layout_of
-from runs import LEARNS, document, refusal, run_command, tree, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import LEARNS, Capture, document, refusal, run_command, tree, write_recipe
 
 
 @pytest.fixture

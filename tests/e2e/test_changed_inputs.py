@@ -19,9 +19,8 @@ from mtp_train.evaluation import run as study_run
 from mtp_train.evaluation.results import load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import document, refusal, tree, write_recipe
+from runs import Capture, document, refusal, run_command, tree, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -202,7 +201,7 @@ def test_a_study_is_not_read_or_continued_for_other_arms(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(study_run, "assemble", killed)
         with pytest.raises(KeyboardInterrupt):
-            main([str(word) for word in argv])
+            run_command(*argv)
     for finishes in (False, True):
         before = tree(out)
         with changed(inputs / "base" / "model.safetensors", flip):

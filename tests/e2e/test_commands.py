@@ -18,10 +18,9 @@ from launching import outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import Trunk, load_trunk
-from runs import copy_run, document, refusal, run_command, tree, write_recipe
+from runs import Capture, copy_run, document, refusal, run_command, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
-Capture = pytest.CaptureFixture[str]
 
 
 # check

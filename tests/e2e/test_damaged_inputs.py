@@ -26,10 +26,9 @@ from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import graft_plan
-from runs import document, refusal, tree, write_inputs, write_recipe
+from runs import Capture, document, refusal, tree, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
-Capture = pytest.CaptureFixture[str]
 MESSAGE = re.compile(r"mtp-train: (?:[^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]\n)+")
 """One message; for a recipe, a line for each of its problems."""
 CHECKPOINT_FILES = (

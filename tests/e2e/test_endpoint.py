@@ -16,9 +16,7 @@ from launching import CPU_SHARDS, metrics, outcome, start
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from openai_server import Served, openai_server, served_by
-from runs import document, overrides_of, refusal, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import Capture, document, overrides_of, refusal, write_recipe
 
 FAMILY = next(family for family in FAMILIES if family.name == "qwen3_5")
 EOS = int(byte_tokenizer().eos_token_id)

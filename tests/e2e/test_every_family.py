@@ -26,7 +26,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
-from runs import LEARNS, document, overrides_of, write_headless, write_inputs, write_recipe
+from runs import LEARNS, Capture, document, overrides_of, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
@@ -44,7 +44,7 @@ EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) 
 
 @pytest.mark.parametrize("family_name", EVERY_ONE)
 def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
-    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family_name: str, tmp_path: Path, capfd: Capture
 ) -> None:
     inputs = write_inputs(tmp_path / "in", family_name)
     base = inputs / "base"
@@ -86,7 +86,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     family_name: str,
     wrapper: str | None,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On tiny models, with settings that suit them, and without the launcher."""
@@ -119,7 +119,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert_lossless(run_dir / "export")
 
 
-def inspected(capfd: pytest.CaptureFixture[str], checkpoint: Path, *more: object) -> Any:
+def inspected(capfd: Capture, checkpoint: Path, *more: object) -> Any:
     return document(["inspect", checkpoint, *more], capfd)
 
 

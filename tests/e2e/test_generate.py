@@ -23,13 +23,12 @@ from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
-from runs import document, refusal
+from runs import Capture, document, refusal
 
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_pos")
 REQUEST_FIELDS = {"text", "token_ids", "finish_reason", *COUNTERS}
-Capture = pytest.CaptureFixture[str]
 
 
 def requests(argv: list[Any], capfd: Capture) -> list[dict[str, Any]]:

@@ -14,11 +14,8 @@ from torch.testing import assert_close
 from json_files import read_json, write_json
 from launching import head
 from mtp_train.answers.store import stored_rows
-from mtp_train.cli.main import main
 from mtp_train.runs import regeneration
-from runs import LEARNS, document, refusal, run_command, tree, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import LEARNS, Capture, document, refusal, run_command, tree, write_recipe
 
 
 @pytest.fixture
@@ -132,7 +129,7 @@ def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, o
     assert of_run == of_head
     short = ["--suite", pristine / "chats.jsonl", "--prompts-per-task", "2", "--temperatures", "0", "--depths", "1"]
     short += ["--max-new-tokens", "4", "--out", out]
-    assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
+    assert run_command("evaluate", pristine / "finetune", "--head", first, *short) == 0
     assert (out / "report.json").is_file()
 
 

@@ -26,6 +26,7 @@ from mtp_train.train.log import read_metrics
 from runs import (
     ATTACH,
     TINY_RESCUE,
+    Capture,
     document,
     refusal,
     shorten_probes,
@@ -33,8 +34,6 @@ from runs import (
     write_headless,
     write_recipe,
 )
-
-Capture = pytest.CaptureFixture[str]
 
 KINDS = ("eagle", "eagle3", "medusa")
 RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}

@@ -31,6 +31,7 @@ from mtp_train.runs import pipeline, rescue, run
 from mtp_train.runs.training import part_documents
 from proposals import COVERED, PASTED, changes_of, made_of, pastes, proposals
 from runs import (
+    Capture,
     document,
     overrides_of,
     refusal,
@@ -40,8 +41,6 @@ from runs import (
     write_inputs,
     write_recipe,
 )
-
-Capture = pytest.CaptureFixture[str]
 
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
 TINY = overrides_of(

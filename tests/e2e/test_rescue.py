@@ -20,10 +20,20 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
 from mtp_train.runs.rescue import HeadLevel, ProbeResult
-from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, refusal, shorten_probes, tree
+from runs import (
+    GETS_NO_BETTER,
+    LEARNS,
+    TINY_RESCUE,
+    Capture,
+    document,
+    overrides_of,
+    refusal,
+    run_command,
+    shorten_probes,
+    tree,
+)
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
-Capture = pytest.CaptureFixture[str]
 Monkey = pytest.MonkeyPatch
 
 
@@ -155,7 +165,7 @@ def test_a_probe_from_before_is_not_made_again(inputs: Path, capfd: Capture) -> 
     document(["probe", *asking(inputs, tuned)[1:-2]], capfd)
     before = measured()
     assert before
-    assert main([str(word) for word in [*asking(inputs, tuned)[:-1], out]]) == 2
+    assert run_command(*asking(inputs, tuned)[:-1], out) == 2
     assert "nothing was trained" in capfd.readouterr().err
     assert measured() == before
 
@@ -216,7 +226,7 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     inputs: Path, capfd: Capture, monkeypatch: Monkey
 ) -> None:
     asked = probed(monkeypatch, "fault")
-    assert main([str(word) for word in asking(inputs)]) == 2
+    assert run_command(*asking(inputs)) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "tau is what it is; nothing was trained. Look at it with mtp-train inspect x, or train all the same" in said
     assert [path.name for path in Path("out").iterdir()] == ["probe"]

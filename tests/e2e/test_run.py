@@ -28,9 +28,8 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs import run as run_module
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from runs import LEARNS, copy_run, run_command, tiny_recipe, tree
+from runs import LEARNS, Capture, copy_run, run_command, tiny_recipe, tree
 
-Capture = pytest.CaptureFixture[str]
 QUIET = Console(quiet=True)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from adapters import write_adapter
-from runs import copy_run, document, refusal, tree, write_recipe
+from runs import Capture, copy_run, document, refusal, tree, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 READING = (
     "inspect RUN",
     "inspect FINE --base RUN",

@@ -17,7 +17,6 @@ from launching import ROOT, metrics, outcome
 from mtp_train import check
 from mtp_train.checkpoints.suggestions import evaluate_command
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.cli.main import main
 from mtp_train.evaluation import run as evaluation
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.results import Report, load_report
@@ -26,10 +25,7 @@ from mtp_train.runs import decode, pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
 from openai_server import openai_server, served_by
-from runs import document, tiny_recipe
-
-Capture = pytest.CaptureFixture[str]
-
+from runs import Capture, document, run_command, tiny_recipe
 
 # Commands
 
@@ -76,7 +72,7 @@ def test_evaluate_measures_a_grid_once(
     monkeypatch.setattr(decode, "log_report", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
     assert logged == [out]
-    assert main([str(one) for one in [*command, "--seed", 7]]) == 2
+    assert run_command(*command, "--seed", 7) == 2
     assert "another study (its grid differ" in capfd.readouterr().err
 
 
@@ -150,7 +146,7 @@ def test_wrong_input_ends_in_2_before_anything_is_decoded(
 ) -> None:
     monkeypatch.setattr(evaluation, "load_arm_trunk", None)
     argv = ["evaluate", inputs / "base", *suite(inputs), "--out", out, *flags]
-    assert main([str(one) for one in argv]) == 2
+    assert run_command(*argv) == 2
     assert says in capfd.readouterr().err
     assert not out.exists() or not list(out.iterdir())
 

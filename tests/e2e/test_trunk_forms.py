@@ -16,9 +16,8 @@ from json_files import read_json
 from launching import head, metrics, without_speed
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import Trunk
-from runs import LEARNS, document, refusal, tiny_recipe, write_inputs, write_recipe
+from runs import LEARNS, Capture, document, refusal, tiny_recipe, write_inputs, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 RUN: dict[str, Any] = {
     **LEARNS,
     "evaluate__arms": ["none", "graft", "retrained", "vanilla"],

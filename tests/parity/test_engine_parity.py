@@ -20,10 +20,10 @@ from checkpoints import save_with_head, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import random_tokens, tiny_head, tiny_trunk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-PROMPTS = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPTS = random_tokens(7, 4).tolist()
 NEW_TOKENS = 40
 PYTHONS = {
     "vllm": "MTP_VLLM_PYTHON",

@@ -46,7 +46,7 @@ from plain_decoding import plain_greedy
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts
-from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, rows_on, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, IS_OLD, family_of, random_tokens, rows_on, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
@@ -86,10 +86,6 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return build(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def random_tokens(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
-
-
 # The head's forward against one that is independent of ours
 
 
@@ -116,7 +112,7 @@ def swapped(head: MtpHead) -> MtpHead:
 
 
 def check_by_hand(built: Built) -> None:
-    trunk, tokens_1T = built.trunk, random_tokens()
+    trunk, tokens_1T = built.trunk, random_tokens(NUM_TOKENS)
     if IS_OLD and built.name == "glm_ocr":
         pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
     head = copy.deepcopy(built.head)
@@ -137,7 +133,7 @@ RENAMED = {"final_layernorm.": "shared_head.norm."}
 
 
 def check_by_mtp_model(built: Built) -> None:
-    trunk, head, tokens_1T = built.trunk, built.head, random_tokens()
+    trunk, head, tokens_1T = built.trunk, built.head, random_tokens(NUM_TOKENS)
     oracle, hidden_1TD = load_oracle(built), trunk.hidden(tokens_1T)
     found = unrolled(head, hidden_1TD, tokens_1T, trunk.embed, NUM_DEPTHS)
     for start in range(NUM_TOKENS - NUM_DEPTHS):
@@ -206,7 +202,7 @@ def check_chain(built: Built, spoilt: str | None) -> None:
     kinds = mtp_module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
     trunk = copy.deepcopy(built.trunk)
     head = built.head
-    tokens_1T = random_tokens(num_tokens=24)
+    tokens_1T = random_tokens(24)
     # As vLLM: only the trunk's scores are scaled.
     trunk.config.log_scaling_n_floor = None
     trunk.config.name_or_path = str(built.path)
@@ -259,7 +255,7 @@ def test_where_all_rows_stand_changes_nothing(built: Built) -> None:
     """llama.cpp counts positions from the token and not from the hidden state."""
     trunk = built.trunk
     head = copy.deepcopy(built.head)
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     hidden_1TD, embed = trunk.head_input(trunk.hidden(tokens_1T), head.convention), head.embedding(trunk.embed)
     plain = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
     head.convention = dataclasses.replace(head.convention, position_offset=1)
@@ -286,7 +282,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12])
 
 def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
     """And reach one another where the whole row runs at once."""
-    trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(2, 12)
+    trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(12, 2)
     isolated_BTD = isolated_hidden(trunk, tokens_BT, DOCUMENT_BT)
     through_BTD = trunk.hidden(tokens_BT).detach()
     assert not isolated_BTD.requires_grad
@@ -304,7 +300,7 @@ def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
 
 @torch.no_grad()
 def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     half = copy.deepcopy(built.trunk).to(torch.bfloat16)
     full = copy.deepcopy(half).float()
     held = {key: (id(value), value.dtype) for key, value in half.named_parameters()}
@@ -323,7 +319,7 @@ def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
 def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built: Built) -> None:
     if IS_OLD and built.name == "deepseek_v4":
         pytest.skip("an older transformers cannot run DeepSeek V4 that is loaded in bf16")
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     loaded, held = copy.deepcopy(built.trunk), copy.deepcopy(built.trunk)
     kept = kept_in_fp32(held.causal_lm)
     for trunk, dtype in ((loaded, torch.bfloat16), (held, torch.float32)):
@@ -342,7 +338,7 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
 
 @torch.inference_mode()
 def test_an_offloaded_trunk_says_the_same_and_holds_one_layer_at_a_time(built: Built) -> None:
-    tokens_BT = random_tokens(2, 19)
+    tokens_BT = random_tokens(19, 2)
     trunk = copy.deepcopy(built.trunk)
     # Of the same tensors: where a copy lies in memory may change the last bit.
     expected = trunk.logits(trunk.hidden(tokens_BT))
@@ -397,7 +393,7 @@ def test_the_heads_experts_compute_what_transformers_loop_does(built: Built) -> 
 
 def batch() -> PackedBatch:
     """Return rows of a document each, padded, whose first tokens are no targets."""
-    tokens_BT = random_tokens(4, 16)
+    tokens_BT = random_tokens(16, 4)
     positions_BT = torch.arange(16).expand(4, 16)
     document_BT = torch.where(positions_BT < torch.tensor([[16], [9], [14], [11]]), 0, P)
     return PackedBatch(tokens_BT, positions_BT, document_BT, (document_BT == 0) & (positions_BT > 3))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
@@ -22,17 +21,13 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import random_tokens, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
 
 SCALED = ("granite", "cohere", "cohere2")
 BOUNDED = ("gemma2", "gemma3_text")
 LIMIT = 1024
 """Where the tiny Phi's frequencies change."""
-
-
-def random_tokens(num_tokens: int, num_rows: int = 1) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
 
 
 def random_head(name: str, path: Path) -> MtpHead:

@@ -17,7 +17,7 @@ from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
 from mtp_train.evaluation.results import load_report
 from openai_server import ReplyFn, openai_server
-from runs import run_command
+from runs import Capture, run_command
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compare(suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def compare(suite: Path, tmp_path: Path, capfd: Capture) -> Callable[..., tuple[int, str]]:
     def run(*replies: ReplyFn, names: tuple[str, ...] = ("stale", "retrained"), more: tuple[str, ...] = ()) -> Any:
         with ExitStack() as stack:
             served = [stack.enter_context(serving(one)) for one in replies]
@@ -135,7 +135,7 @@ def test_servers_are_asked_with_a_key(out: Path, monkeypatch: pytest.MonkeyPatch
             assert all(sent["Authorization"] == "Bearer word" for sent in one.headers)
 
 
-def test_a_server_elsewhere_needs_the_name_of_its_trunk(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_elsewhere_needs_the_name_of_its_trunk(out: Path, capfd: Capture) -> None:
     with openai_server(llama(0), owner="llamacpp", shows={"/props": lambda: '{"model_path": "/far/away.gguf"}'}) as one:
         assert run_command("compare", f"a={one.url}", f"b={one.url}", "--out", out) == 2
     told = capfd.readouterr().err
@@ -210,7 +210,7 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
     suite: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     more: tuple[str, ...],
     odd: str,
 ) -> None:
@@ -237,7 +237,7 @@ def test_an_unfinished_evaluation_or_one_without_records_is_refused(
     suite: Path,
     tmp_path: Path,
     out: Path,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     lost: str,
     told: str,
 ) -> None:
@@ -248,7 +248,7 @@ def test_an_unfinished_evaluation_or_one_without_records_is_refused(
 
 
 def test_a_comparison_is_not_of_an_evaluation_that_was_made_again(
-    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, out: Path, capfd: pytest.CaptureFixture[str]
+    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
     command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(out)]

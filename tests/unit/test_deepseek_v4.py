@@ -22,12 +22,11 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
-from runs import document, run_command
+from runs import Capture, document, run_command
 from scripted import random_prompt
 from tiny import tiny_head, tiny_trunk
 
 NAME = "deepseek_v4"
-Capture = pytest.CaptureFixture[str]
 
 
 def as_released(path: Path) -> Path:

@@ -19,11 +19,10 @@ from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
-from runs import document, refusal
+from runs import Capture, document, refusal
 from tiny import tiny_trunk
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
-Capture = pytest.CaptureFixture[str]
 PROMPTS = ("the quick brown fox jumps", "a")
 
 

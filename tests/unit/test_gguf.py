@@ -26,13 +26,12 @@ from mtp_train.cli.main import KINDS
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
-from runs import refusal
+from runs import Capture, refusal
 from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
 NORMS_OF_THE_HEAD = ("norm.weight", "layers.1.norm.weight")
-Capture = pytest.CaptureFixture[str]
 
 
 def half(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -14,10 +14,9 @@ from gguf_files import VOCAB_SIZE, checkpoint_with_head, finish, metadata, write
 from mtp_train import inspect
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.cli.main import main
-from runs import paste, refusal, run_command
+from runs import Capture, paste, refusal, run_command
 from tiny import ALL_FAMILIES
 
-Capture = pytest.CaptureFixture[str]
 FLOAT = gguf.GGUFValueType.FLOAT32
 MORE = VOCAB_SIZE + 64
 """Tokens of a fine-tune that added some."""

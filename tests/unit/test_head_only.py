@@ -15,10 +15,8 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from runs import document, run_command, tree
+from runs import Capture, document, run_command, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
-
-Capture = pytest.CaptureFixture[str]
 
 
 def base_of(directory: Path, family_name: str, *, tied: bool = False) -> Path:

@@ -15,9 +15,7 @@ from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import settings_of
-from runs import document, refusal, tree, write_headless, write_inputs
-
-Capture = pytest.CaptureFixture[str]
+from runs import Capture, document, refusal, tree, write_headless, write_inputs
 
 
 @pytest.fixture(autouse=True)

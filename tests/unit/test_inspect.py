@@ -21,7 +21,7 @@ from json_files import read_json, write_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
-from runs import paste
+from runs import Capture, paste
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -142,7 +142,7 @@ def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> Non
     assert found.trunk_changed.largest_relative_change > 0.1
 
 
-def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: Capture) -> None:
     path = save_stripped(tiny_trunk("glm4_moe"), tmp_path / "stripped")
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -32,11 +32,10 @@ from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
-from runs import BYTE_VOCAB_SIZE, document, paste, run_command, tree
+from runs import BYTE_VOCAB_SIZE, Capture, document, paste, run_command, tree
 from runs import refusal as refusal_of
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 LINEAR = ["q_proj", "up_proj", "in_proj_qkv"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 

@@ -19,12 +19,10 @@ from json_files import read_json, write_json
 from left_over import into_hub_cache
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from runs import document, refusal, run_command, tree
+from runs import Capture, document, refusal, run_command, tree
 
-Capture = pytest.CaptureFixture[str]
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
 
 
@@ -87,7 +85,7 @@ def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, pr
     assert run_command("graft", fine_tune, "--from", base, "--out", tmp_path / "graft") == 0
     write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
-    assert main([str(word) for word in words]) == 0
+    assert run_command(*words) == 0
     for name in ("export", "graft", "merge"):
         assert {file.name for file in (tmp_path / name / directory).glob("*.safetensors")} == set(SHARDS)
     assert same(all_tensors(tmp_path / "export"), expected)
@@ -197,7 +195,7 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert document(["inspect", snapshot], capfd)["status"] == "healthy"
     assert generated(snapshot, capfd) == generated(base, capfd)
     argv = ["graft", pristine / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
-    assert main([str(word) for word in argv]) == 0
+    assert run_command(*argv) == 0
     assert run_command("export", snapshot, "--out", out) == 0
     assert not any(file.is_symlink() for file in (out).rglob("*"))
     assert (out / "assets" / "figure.png").read_text() == "a curve"

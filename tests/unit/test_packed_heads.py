@@ -16,10 +16,9 @@ from torch import Tensor
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from runs import document, paste, run_command
+from runs import Capture, document, paste, run_command
 from tiny import FAMILY_NAMES
 
-Capture = pytest.CaptureFixture[str]
 Pack = Callable[[str, tuple[int, ...]], dict[str, Tensor]]
 
 

@@ -25,10 +25,9 @@ from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.trunk.load import load_trunk
-from runs import document, paste, tree
+from runs import Capture, document, paste, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
 
-Capture = pytest.CaptureFixture[str]
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed"
 )

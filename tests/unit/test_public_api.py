@@ -18,7 +18,7 @@ import mtp_train as mtp
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.resolve import recipe_of
-from runs import document
+from runs import Capture, document
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "wandb", "peft"}
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
@@ -105,7 +105,7 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
 # Results
 
 
-def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: Capture) -> None:
     found = mtp.inspect("demo:finetune", base=demo_path("base"))
     printed = document(["inspect", "demo:finetune", "--base", "demo:base"], capfd)
     assert {

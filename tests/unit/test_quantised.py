@@ -22,10 +22,9 @@ from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
 from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
-from runs import document, run_command
+from runs import Capture, document, run_command
 from tiny import FAMILY_NAMES, IS_OLD
 
-Capture = pytest.CaptureFixture[str]
 BLOCK = 16
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 

@@ -18,7 +18,7 @@ from mtp_train.checkpoints.export import place_file
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from runs import paste
+from runs import Capture, paste
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
 # One directory, one model
 
 
-def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: Capture) -> None:
     content = (base / SINGLE_FILE).read_bytes()
     (shard(base) / SINGLE_FILE).write_bytes(content)
     assert main(["inspect", str(base)]) == 2

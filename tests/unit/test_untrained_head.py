@@ -20,10 +20,9 @@ from mtp_train.heads.build import fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.initial import is_drawn
 from mtp_train.runs.display import quiet_progress
-from runs import paste, refusal
+from runs import Capture, paste, refusal
 from tiny import tiny_head, tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 # Norms multiply by 1 + w in the first, the third and the last; experts are stored one by one in the second.
 FAMILIES = ("qwen3_5", "glm4_moe", "qwen3_next", "deepseek_v3", "mimo", "cohere2_moe", "llama", "gemma3_text")
 DRAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {

@@ -18,14 +18,12 @@ from adapters import write_adapter
 from checkpoints import rewrite, save_stripped, set_fields
 from gguf_files import checkpoint_with_head
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
-from runs import document, paste, refusal
+from runs import Capture, document, paste, refusal, run_command
 from tiny import tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]
 LAYER = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -127,7 +125,7 @@ def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, out: Pa
     found = document(["inspect", saved], capfd)
     assert (found["status"], found["problems"], found["cure"]) == ("healthy", [], None)
     for number, argv in enumerate(takers(saved, out)):
-        assert main([str(word) for word in argv[:-1]] + [f"{argv[-1]}{number}"]) == 0
+        assert run_command(*argv[:-1], f"{argv[-1]}{number}") == 0
 
 
 def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from adapters import write_adapter
@@ -24,9 +23,10 @@ from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.runs.export import write_export
 from mtp_train.trunk.load import Trunk, load_trunk
-from tiny import VOCAB_SIZE, tiny_trunk
+from tiny import random_tokens, tiny_trunk
 from wrapped import save_wrapped
 
+TOKENS_1T = random_tokens(12)
 AROUND = {
     "gemma3": "gemma3_text",
     "mistral3": "ministral3",
@@ -35,10 +35,6 @@ AROUND = {
     "aya_vision": "cohere2",
     "internvl": "qwen3_moe",
 }
-
-
-def tokens() -> Tensor:
-    return torch.randint(VOCAB_SIZE, (1, 12), generator=torch.Generator().manual_seed(3))
 
 
 def loaded(path: Path, **settings: Path) -> Trunk:
@@ -55,15 +51,15 @@ def test_the_language_model_is_found_and_is_what_it_is_alone(wrapper: str, tied:
     layout = layout_of(checkpoint)
     assert (layout.trunk_prefix, layout.lm_head_key in checkpoint.tensors) == ("language_model.model.", not tied)
     trunk = loaded(path)
-    hidden = trunk.hidden(tokens())
-    torch.testing.assert_close(hidden, alone.hidden(tokens()))
+    hidden = trunk.hidden(TOKENS_1T)
+    torch.testing.assert_close(hidden, alone.hidden(TOKENS_1T))
     torch.testing.assert_close(trunk.logits(hidden), alone.logits(hidden))
 
 
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
 def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_path: Path) -> None:
     path = save_wrapped(tmp_path / "model", wrapper, AROUND[wrapper])
-    expected = loaded(path).logits(loaded(path).hidden(tokens()))
+    expected = loaded(path).logits(loaded(path).hidden(TOKENS_1T))
     tensors = load_file(path / SINGLE_FILE)
     names = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
     renamed = {}
@@ -73,7 +69,7 @@ def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_pa
     save_file(renamed, path / SINGLE_FILE, {"format": "pt"})
     layout = layout_of(open_checkpoint(path))
     assert (layout.trunk_prefix, layout.lm_head_key) == ("model.language_model.", "lm_head.weight")
-    assert torch.equal(loaded(path).logits(loaded(path).hidden(tokens())), expected)
+    assert torch.equal(loaded(path).logits(loaded(path).hidden(TOKENS_1T)), expected)
 
 
 def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,15 +84,15 @@ def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd:
         modules_to_save=["lm_head"],
     ).eval()
     with torch.inference_mode():
-        expected = worn(input_ids=tokens()).logits
+        expected = worn(input_ids=TOKENS_1T).logits
         wearing = loaded(path, adapter=tmp_path / "adapter")
-        torch.testing.assert_close(wearing.logits(wearing.hidden(tokens())), expected)
+        torch.testing.assert_close(wearing.logits(wearing.hidden(TOKENS_1T)), expected)
         argv = ["merge", str(path), "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
         assert main(argv) == 0, capfd.readouterr().err
         merged = loaded(tmp_path / "merged")
-        torch.testing.assert_close(merged.logits(merged.hidden(tokens())), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged.logits(merged.hidden(TOKENS_1T)), expected, atol=1e-4, rtol=1e-4)
         plain = loaded(path)
-        assert (plain.logits(plain.hidden(tokens())) - expected).abs().max() > 1e-2
+        assert (plain.logits(plain.hidden(TOKENS_1T)) - expected).abs().max() > 1e-2
     assert all_tensors(tmp_path / "merged").keys() == all_tensors(path).keys()
 
 
