@@ -111,6 +111,20 @@ def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     datasets.enable_progress_bars()
 
 
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Qwen3.5 with its head."""
+    from checkpoints import base_and_finetune
+
+    return base_and_finetune(tmp_path, "qwen3_5")[0]
+
+
+@pytest.fixture
+def finetune(base: Path) -> Path:
+    """A fine-tune of it without a head."""
+    return base.with_name("finetune")
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a directory of the whole test run: the first process to ask has it made, and the others wait for it."""
     root = factory.getbasetemp()

@@ -66,8 +66,7 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
     assert (out / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
 
-def test_an_index_keeps_its_metadata_but_for_the_counts(tmp_path: Path, out: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_index_keeps_its_metadata_but_for_the_counts(base: Path, finetune: Path, out: Path) -> None:
     path = shard(finetune) / INDEX_FILE
     index = read_json(path)
     index["metadata"] |= {"total_parameters": 7, "tuned_by": "us"}
@@ -77,8 +76,7 @@ def test_an_index_keeps_its_metadata_but_for_the_counts(tmp_path: Path, out: Pat
     assert metadata.keys() == {"total_size", "tuned_by"}
 
 
-def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path, out: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(base: Path, finetune: Path, out: Path) -> None:
     wrap_as_vision_language(finetune)
     set_fields(finetune, {"mtp_num_hidden_layers": None})
     graft(finetune, base, out)
@@ -89,8 +87,7 @@ def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path, 
     assert config["vision_config"] == read_json(finetune / "config.json")["vision_config"]
 
 
-def test_unchanged_files_are_links_and_copies_on_request(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_unchanged_files_are_links_and_copies_on_request(base: Path, finetune: Path, tmp_path: Path) -> None:
     graft(finetune, base, tmp_path / "linked")
     graft(finetune, base, tmp_path / "copied", copy=True)
     source = (finetune / "model.safetensors").stat().st_ino
@@ -120,8 +117,7 @@ def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path,
     assert all(torch.equal(value, before[key]) for key, value in all_tensors(base).items())
 
 
-def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path, out: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_training_leftovers_and_pickles_are_not_copied(base: Path, finetune: Path, out: Path) -> None:
     (finetune / "optimizer.pt").write_bytes(b"x")
     (finetune / "README.md").write_text("# Mine\n")
     shutil.copytree(finetune, finetune / "checkpoint-10")
@@ -161,8 +157,7 @@ def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tm
         graft(finetune, base, out)
 
 
-def test_a_misspelt_head_key_is_named(tmp_path: Path, out: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_misspelt_head_key_is_named(base: Path, finetune: Path, out: Path) -> None:
     gate = "mtp.layers.0.mlp.gate_{}.weight"
     rewrite(base, lambda tensors: tensors.update({gate.format("porj"): tensors.pop(gate.format("proj"))}))
     with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.layers\.0\.mlp\.gate_porj\.weight"):
@@ -180,8 +175,7 @@ def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(
     assert read_json(out / "config.json")["full_attention_interval"] == 2
 
 
-def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path, out: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_export_declares_the_head_that_the_config_forgot(base: Path, out: Path) -> None:
     set_fields(base, {"mtp_num_hidden_layers": None})
     export(base, out)
     assert read_json(out / "config.json")["mtp_num_hidden_layers"] == 1
@@ -210,9 +204,13 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
 
 @pytest.mark.parametrize("link", ["hard", "copy"])
 def test_the_trunk_s_bytes_are_compared_after_a_copy_and_the_result_says_so(
-    link: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    link: str,
+    base: Path,
+    finetune: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     copy = ["--copy"] if link == "copy" else []
     count = len(load_file(finetune / SINGLE_FILE))
     for argv in (["graft", finetune, "--from", base], ["export", base]):
@@ -233,7 +231,6 @@ def test_the_trunk_s_bytes_are_compared_after_a_copy_and_the_result_says_so(
     assert not (tmp_path / "flipped").exists()
 
 
-def test_export_without_a_head_names_the_cure(tmp_path: Path, out: Path) -> None:
-    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_export_without_a_head_names_the_cure(finetune: Path, out: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no head tensors .* Use mtp-train graft"):
         export(finetune, out)

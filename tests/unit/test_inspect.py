@@ -75,8 +75,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     assert (cured.status, cured.stale, cured.cure) == ("healthy", True, f"mtp-train probe {out} --from {base}")
 
 
-def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_tensors_without_a_count_are_undeclared(base: Path) -> None:
     set_fields(base, {"mtp_num_hidden_layers": None})
     found = inspect(base)
     assert (found.status, found.head.declared_modules, found.head.present_modules) == ("undeclared", 0, 1)
@@ -131,8 +130,7 @@ def test_no_trace_of_a_head_is_stripped_or_none(family_name: str, tmp_path: Path
     assert alone.cure == f"mtp-train inspect {finetune} --base BASE"
 
 
-def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_retrained_head_on_a_changed_trunk_is_not_stale(base: Path, tmp_path: Path) -> None:
     other = tiny_trunk("qwen3_5", seed=5)
     tuned = save_with_head(other, tiny_head(other, seed=7), tmp_path / "tuned")
     found = inspect(tuned, base)
@@ -154,8 +152,7 @@ def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: Capture) 
     assert document["cure"].endswith(f"--from BASE --out {path}-mtp")
 
 
-def test_the_model_card_names_the_base_for_the_cure(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_the_model_card_names_the_base_for_the_cure(base: Path, finetune: Path) -> None:
     (finetune / "README.md").write_text("---\nlicense: mit\nbase_model: Qwen/Qwen3.5-4B\n---\n# card\n")
     assert "--from Qwen/Qwen3.5-4B " in (inspect(finetune).cure or "")
     # A checkpoint of that name beside this one is the base.

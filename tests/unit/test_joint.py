@@ -24,11 +24,6 @@ from preserving import load, make_trainer, random_rows
 from tiny import FAMILY_NAMES
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return base_and_finetune(tmp_path, "qwen3_5")[0]
-
-
 def beside(path: Path, out: Path, *callbacks: Any, lr: float = 1e-2, **settings: Any) -> Trainer:
     """Return a trainer of the checkpoint with its head trained beside it."""
     trainer = make_trainer(load(path), out, *callbacks, **settings)

@@ -164,8 +164,7 @@ class Stop(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(base: Path, tmp_path: Path) -> None:
     model = load(base)
     trainer = make_trainer(model, tmp_path / "out", Stop(), max_steps=1)
     train_head_beside(trainer, lr=1e-2, num_depths=2)

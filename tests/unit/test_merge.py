@@ -48,11 +48,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return with_head(tmp_path)
-
-
-@pytest.fixture
 def lora(tmp_path: Path) -> Path:
     return tmp_path / "lora"
 
@@ -371,9 +366,8 @@ def test_the_head_is_kept_and_a_probe_proposed(base: Path, lora: Path, out: Path
 
 
 def test_a_stripped_checkpoint_is_merged_and_told_to_graft(
-    tmp_path: Path, lora: Path, out: Path, capfd: Capture
+    finetune: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
     write_adapter(finetune, lora, target_modules=LINEAR)
     report = document(["merge", finetune, "--adapter", lora, "--out", out], capfd)
     assert report["notes"] == [f"It has no head, like {finetune}."]

@@ -97,8 +97,9 @@ def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "hqq"])
-def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, out: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_packed_fine_tune_is_the_trunk_of_its_base(
+    form: str, base: Path, finetune: Path, out: Path, capfd: Capture
+) -> None:
     before = tree(pack_trunk(finetune, form))
     found = document(["inspect", finetune, "--base", base], capfd)
     assert found["status"] == "declared_but_missing"
@@ -115,8 +116,7 @@ def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, 
     assert tree(finetune) == before
 
 
-def test_tensors_beside_a_weight_with_another_name_are_no_modules(tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_tensors_beside_a_weight_with_another_name_are_no_modules(base: Path, finetune: Path, capfd: Capture) -> None:
     pack_trunk(finetune, "hqq")
     assert document(["inspect", finetune, "--base", base], capfd)["status"] == "declared_but_missing"
 
@@ -128,10 +128,9 @@ def test_tensors_beside_a_weight_with_another_name_are_no_modules(tmp_path: Path
     ids=["int8", "nf4", "fp4"],
 )
 def test_what_bitsandbytes_saved_is_grafted_and_decoded(
-    settings: dict[str, Any], tmp_path: Path, out: Path, capfd: Capture
+    settings: dict[str, Any], base: Path, finetune: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     """Some of its layers have 4 rows, which the 4-bit kernel of some CPUs does not take."""
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     packing = BitsAndBytesConfig(**settings)
     model = AutoModelForCausalLM.from_pretrained(finetune, quantization_config=packing, device_map="cpu")
     model.save_pretrained(tmp_path / "saved")
@@ -170,9 +169,8 @@ def add(path: Path, key: str) -> None:
 
 @pytest.mark.parametrize("case", UNDECLARED)
 def test_a_packed_weight_without_a_method_is_refused_wherever_it_is_read(
-    case: str, tmp_path: Path, capfd: Capture
+    case: str, base: Path, finetune: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     path = Path(shutil.copytree(base, tmp_path / "packed"))
     UNDECLARED[case](path)
     found = document(["inspect", path], capfd)
@@ -208,8 +206,7 @@ def test_no_plain_checkpoint_shows_packed_weights(family_name: str, tmp_path: Pa
     ],
     ids=["modelopt's file", "the old field"],
 )
-def test_a_method_is_declared_where_engines_look_for_it(declare: Any, tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_method_is_declared_where_engines_look_for_it(declare: Any, base: Path, capfd: Capture) -> None:
     declare(pack_trunk(base, "channels", declared=False))
     assert document(["inspect", base], capfd)["status"] == "healthy"
 
@@ -221,10 +218,9 @@ def test_a_method_is_declared_where_engines_look_for_it(declare: Any, tmp_path: 
         ("awq", "transformers cannot load weights packed with awq"),
     ],
 )
-def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message: str, tmp_path: Path) -> None:
+def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message: str, base: Path) -> None:
     if form == "awq" and importlib.util.find_spec("gptqmodel") is not None:
         pytest.skip("gptqmodel reads it")
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     pack_trunk(base, form)
     with pytest.raises(CheckpointError, match=message):
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
@@ -295,32 +291,28 @@ FUSED = [
     ],
     ids=lambda settings: "-".join(map(str, settings)),
 )
-def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], base: Path) -> None:
     pack_trunk(base, "awq")
     set_fields(base, {"quantization_config": settings})
     checkpoint = open_checkpoint(base)
     assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
 
 
-def test_layers_that_the_trunk_keeps_in_floats_are_not_named(tmp_path: Path) -> None:
+def test_layers_that_the_trunk_keeps_in_floats_are_not_named(base: Path) -> None:
     """Releases in FP8 have a projection and routers in plain floats, and list none of them."""
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     quantise(base, r"layers\..*_proj\.weight")
     checkpoint = open_checkpoint(base)
     assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
 
 
-def test_the_packed_layers_of_a_head_get_no_exception(tmp_path: Path, out: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_the_packed_layers_of_a_head_get_no_exception(base: Path, out: Path, capfd: Capture) -> None:
     quantise(base, r"^model\.layers.*_proj\.weight|^mtp\.layers\.0\.self_attn.*_proj\.weight")
     document(["export", base, "--out", out], capfd)
     listed = quantisation(out)["modules_to_not_convert"]
     assert sorted(listed) == ["lm_head", *sorted(layer for layer in LAYERS if "mlp" in layer)]
 
 
-def test_modelopt_s_own_file_is_extended_too(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_modelopt_s_own_file_is_extended_too(base: Path, capfd: Capture) -> None:
     pack_trunk(base, "modelopt fp8", declared=False)
     own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     write_json(base / "hf_quant_config.json", own)

@@ -45,11 +45,6 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
     assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return base_and_finetune(tmp_path, "qwen3_5")[0]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_every_checkpoint_of_a_trainer_and_its_last_save_hold_the_head(

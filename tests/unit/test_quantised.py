@@ -156,8 +156,7 @@ def test_transformers_reads_the_list_the_same_way(tmp_path: Path, out: Path) -> 
     assert should_convert_module("model.layers.30.mlp.down_proj", listed)
 
 
-def test_modelopt_s_own_file_says_it_too(tmp_path: Path, out: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_modelopt_s_own_file_says_it_too(base: Path, finetune: Path, out: Path) -> None:
     pack(finetune, {"quant_method": "modelopt", "ignore": ["mtp*"]})
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     write_json(finetune / "hf_quant_config.json", own)
@@ -167,8 +166,7 @@ def test_modelopt_s_own_file_says_it_too(tmp_path: Path, out: Path) -> None:
     assert (out / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
 
-def test_an_unknown_method_is_refused(tmp_path: Path, out: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_unknown_method_is_refused(base: Path, finetune: Path, out: Path, capfd: Capture) -> None:
     set_fields(finetune, {"quantization_config": {"quant_method": "aqlm"}})
     assert graft(finetune, base, out) == 2
     assert "quantised with aqlm, whose list of exceptions is not supported; expected one of" in capfd.readouterr().err
@@ -178,8 +176,9 @@ def test_an_unknown_method_is_refused(tmp_path: Path, out: Path, capfd: Capture)
 # Heads and trunks in FP8
 
 
-def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(
+    base: Path, tmp_path: Path, capfd: Capture
+) -> None:
     quantise(base, r"^mtp\.layers.*_proj\.weight|^model\.layers.*_proj\.weight", {**FP8, "modules_to_not_convert": []})
     assert diagnose_head(open_checkpoint(base)).complete
     assert stored_dtype(open_checkpoint(base)) == "F32"
@@ -243,9 +242,8 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     assert torch.equal(found.hidden(tokens_1T), expected.hidden(tokens_1T))
 
 
-def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> None:
+def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(base: Path) -> None:
     """transformers would divide 48 rows with two scales into blocks of 24 rows instead of 32 and 16."""
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     key = "model.layers.0.mlp.up_proj.weight"
     quantise(base, re.escape(key), {**FP8, "weight_block_size": [32, 32]})
     rewrite(base, lambda tensors: tensors.update({f"{key}_scale_inv": torch.ones(2, 1)}))
@@ -253,8 +251,7 @@ def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> 
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path, out: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_scales_that_do_not_fit_are_refused(base: Path, finetune: Path, out: Path, capfd: Capture) -> None:
     quantise(base, r"^mtp\..*_proj\.weight", {**FP8, "weight_block_size": [8, 8]})
     assert graft(finetune, base, out) == 2
     assert "expected one for each block of 8 x 8. Restore weight_block_size" in capfd.readouterr().err
@@ -263,8 +260,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, out: Path, capfd: Ca
     assert "found F8_E4M3 without scales, expected scales beside it" in capfd.readouterr().err
 
 
-def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(tmp_path: Path, out: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(base: Path, tmp_path: Path, out: Path) -> None:
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     quantise(quantised, r"^mtp\..*_proj\.weight")
@@ -277,10 +273,9 @@ def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(tmp_path: Path,
 
 
 def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
-    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     plain = quantise(quantised, r"^model\.layers.*_proj\.weight")
@@ -300,8 +295,9 @@ def layout_keys(path: Path) -> list[str]:
     return [key for key in all_tensors(path) if layout.is_head_key(key)]
 
 
-def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Path, out: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(
+    base: Path, finetune: Path, out: Path, capfd: Capture
+) -> None:
     pack(finetune, {"quant_method": "awq"})
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
     changes: dict[str, Callable[[dict[str, Tensor]], object]] = {

@@ -66,8 +66,7 @@ def test_a_vision_language_wrapper_gives_its_text_model(
     assert not any(module.training for module in plain.modules())
 
 
-def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_adapter_is_applied_unmerged_and_frozen(base: Path, tmp_path: Path) -> None:
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
     )
@@ -175,8 +174,7 @@ def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_pa
     assert all(torch.equal(head.state_dict()[name], value) for name, value in tiny_head(trunk).state_dict().items())
 
 
-def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_config_that_transformers_refuses_is_named(base: Path) -> None:
     set_fields(base, {"rms_norm_eps": "wide"})
     with pytest.raises(CheckpointError, match=r"config\.json: transformers rejects it \(.*Restore the"):
         text_config_of(open_checkpoint(base))

@@ -99,8 +99,7 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(
     assert not (out).exists()
 
 
-def test_norms_or_matrices_alone_are_a_note(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_norms_or_matrices_alone_are_a_note(base: Path, tmp_path: Path) -> None:
     found = inspect(base)
     assert found.status == "healthy"
     assert "the head's matrices look drawn at random" in (found.note or "")
@@ -122,8 +121,7 @@ def with_training(path: Path) -> Path:
     return rewrite(path, train)
 
 
-def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(base: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
 
     def draw(tensors: dict[str, Tensor]) -> None:
