@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints import save_tensors
 from json_files import read_json, write_json
 
 
@@ -38,7 +39,7 @@ def rewrite_config(adapter: Path, **fields: Any) -> None:
 def rename_keys(adapter: Path, old: str, new: str) -> None:
     """Rename an adapter's tensors."""
     file = adapter / "adapter_model.safetensors"
-    save_file({key.replace(old, new): value for key, value in load_file(file).items()}, file, {"format": "pt"})
+    save_tensors({key.replace(old, new): value for key, value in load_file(file).items()}, file)
 
 
 def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:

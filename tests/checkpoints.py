@@ -39,6 +39,11 @@ WRAPPER_CONFIG_4: dict[str, Any] = {
 }
 
 
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Save a file of weights with the format in it, without which transformers refuses the file."""
+    save_file(tensors, file, {"format": "pt"})
+
+
 def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
@@ -66,7 +71,7 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
             layer = layout.num_hidden_layers + module
             native = shared.format(trunk=layout.trunk_prefix, layer=layer, module=module)
             tensors[native] = tensors[source].clone()
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     return path
 
 
@@ -99,7 +104,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str
     """Change the tensors of one file of weights in place."""
     tensors = load_file(path / file)
     change(tensors)
-    save_file(tensors, path / file, metadata={"format": "pt"})
+    save_tensors(tensors, path / file)
     return path
 
 
@@ -114,7 +119,7 @@ def fuse_experts(path: Path) -> Path:
         }
         tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
         tensors[f"{prefix}down_proj"] = parts["down_proj"]
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     return path
 
 
@@ -124,9 +129,7 @@ def shard(path: Path, num_shards: int = 3) -> Path:
     files = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
     weight_map = {key: files[number % num_shards] for number, key in enumerate(sorted(tensors))}
     for file in files:
-        save_file(
-            {key: value for key, value in tensors.items() if weight_map[key] == file}, path / file, {"format": "pt"}
-        )
+        save_tensors({key: value for key, value in tensors.items() if weight_map[key] == file}, path / file)
     total = sum(value.numel() * value.element_size() for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(path / INDEX_FILE, index)
@@ -141,7 +144,7 @@ def wrap_as_vision_language(path: Path, wrapper: Mapping[str, Any] = WRAPPER_CON
     config = {**wrapper, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
     tensors = {_wrapped_key(key): value for key, value in load_file(path / SINGLE_FILE).items()}
     tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     write_json(path / "config.json", config)
     return path
 

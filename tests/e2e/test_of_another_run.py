@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from checkpoints import save_tensors
 from json_files import read_json, write_json
 from launching import head
 from mtp_train.answers.store import stored_rows
@@ -101,7 +102,7 @@ def test_responses_of_another_trunk_are_refused_before_anything_is_written(
 ) -> None:
     file = own_inputs / "finetune" / "model.safetensors"
     weights = load_file(file)
-    save_file({**weights, min(weights): weights[min(weights)] + 1e-3}, file, {"format": "pt"})
+    save_tensors({**weights, min(weights): weights[min(weights)] + 1e-3}, file)
     said = refusal(["run", second(tmp_path, own_inputs, first, model__head_from=str(own_inputs / "base"))], capfd)
     assert f"data.responses: {first} has responses of another trunk than model.trunk (model.safetensors differ)" in said
     assert not (tmp_path / "second" / "recipe.yaml").exists()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_draft_kinds import by_hand, draft_models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -22,7 +22,7 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from adapters import assert_like_peft, write_adapter
-from checkpoints import all_tensors, same, save_stripped, save_with_head, shared_by_the_head
+from checkpoints import all_tensors, same, save_stripped, save_tensors, save_with_head, shared_by_the_head
 from heads_by_hand import HANDS, forward_by_hand
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train import graft, inspect, merge
@@ -152,7 +152,7 @@ def load_oracle(built: Built) -> Any:
     renamed = shutil.copytree(built.path, built.path.with_name("renamed"), dirs_exist_ok=True)
     for old, new in RENAMED.items():
         tensors = {key.replace(old, new) if layout.is_head_key(key) else key: one for key, one in tensors.items()}
-    save_file(tensors, renamed / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, renamed / SINGLE_FILE)
     model = AutoModelForCausalLM.from_pretrained(renamed)
     prefix = rf"model\.layers\.{layout.num_hidden_layers}\." if layout.family.follows_the_trunk else r"^mtp\."
     model._keys_to_ignore_on_load_unexpected = [prefix]
@@ -367,9 +367,9 @@ def test_a_trunk_is_whole_until_a_tensor_is_lost_or_cut(built: Built, tmp_path: 
     matrices = [key for key in of_layers if not layout.is_head_key(key)]
     key = matrices[len(matrices) // 2]
     value = tensors.pop(key)
-    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     assert diagnose_trunk(open_checkpoint(path)).problems
-    save_file({**tensors, key: value[..., :-1].clone()}, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors({**tensors, key: value[..., :-1].clone()}, path / SINGLE_FILE)
     assert diagnose_trunk(open_checkpoint(path)).shape_errors
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from checkpoints import save_stripped, set_fields
+from checkpoints import save_stripped, save_tensors, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import UnsupportedModelError
@@ -100,7 +100,7 @@ def pack_experts(path: Path) -> Path:
         size = (num_experts, num_out, num_in // 32)
         tensors[f"{key}_blocks"] = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{key}_scales"] = torch.randint(122, 126, size, generator=generator, dtype=torch.uint8)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
     return path
 

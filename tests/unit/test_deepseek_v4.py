@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_quantised import FP8, to_fp8
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
+from checkpoints import all_tensors, base_and_finetune, save_tensors, save_with_head, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -35,7 +35,7 @@ def as_released(path: Path) -> Path:
     for key, value in load_file(path / SINGLE_FILE).items():
         key = key.removeprefix("model.").replace("embed_tokens.", "embed.")
         renamed[key.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")] = value
-    save_file(renamed, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(renamed, path / SINGLE_FILE)
     return path
 
 
@@ -58,7 +58,7 @@ def packed(path: Path) -> dict[str, Tensor]:
     for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
         pack = to_fp4 if ".experts." in key else to_fp8
         tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": FP8})
     return plain
 

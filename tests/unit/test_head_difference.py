@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields
+from checkpoints import all_tensors, base_and_finetune, same, save_tensors, save_with_head, set_fields
 from json_files import read_json, write_json
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
@@ -190,14 +190,14 @@ def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str,
     )
     file = other / ("mtp.safetensors" if prefix == "bare" else SINGLE_FILE)
     trunk = {} if prefix == "bare" else load_file(file)
-    save_file(trunk | renamed, file, {"format": "pt"})
+    save_tensors(trunk | renamed, file)
     found = inspect(other, base)
     assert found.status == "declared_but_missing"
     assert {*found.head.other_names} == {*renamed}
     assert "the 15 tensors of one have other names" in found.serves["vllm"]
     assert inspect(paste(found.cure)).status == "healthy"
     del renamed[next(iter(renamed))]
-    save_file(trunk | renamed, file, {"format": "pt"})
+    save_tensors(trunk | renamed, file)
     assert not inspect(other, base).head.other_names
 
 

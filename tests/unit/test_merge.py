@@ -21,6 +21,7 @@ from checkpoints import (
     base_and_finetune,
     fuse_experts,
     same,
+    save_tensors,
     save_with_head,
     shard,
     wrap_as_vision_language,
@@ -194,7 +195,7 @@ def test_stacked_experts_stay_stacked(tmp_path: Path, lora: Path, out: Path) -> 
 def test_bf16_is_rounded_once(base: Path, lora: Path, out: Path) -> None:
     write_adapter(base, lora, target_modules=LINEAR)
     halved = {key: value.bfloat16() for key, value in all_tensors(base).items()}
-    save_file(halved, base / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(halved, base / SINGLE_FILE)
     merge(base, lora, out)
     written = all_tensors(out)
     adapter = load_file(lora / "adapter_model.safetensors")
@@ -256,7 +257,7 @@ def test_an_adapter_of_one_expert_s_own_layer_finds_it(
     down, up = torch.randn(4, 32), torch.randn(16, 4)
     name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
     own = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
+    save_tensors({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter)
     expected = all_tensors(base)[own] + 3 * up @ down
     if stacked:
         fuse_experts(base)
@@ -413,7 +414,7 @@ def test_weights_that_overflow_are_refused(base: Path, tmp_path: Path, lora: Pat
     trunk = tiny_trunk("qwen3_5")
     half = save_with_head(trunk, tiny_head(trunk), tmp_path / "half")
     tensors = {key: value.half() for key, value in load_file(half / SINGLE_FILE).items()}
-    save_file(tensors, half / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, half / SINGLE_FILE)
     rewrite_config(lora, lora_alpha=1e8)
     assert "would contain NaN or infinite values in F16" in refusal(half, lora, out, capfd)
 
@@ -478,7 +479,7 @@ def test_tokens_without_an_embedding_are_refused(tmp_path: Path, lora: Path, out
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     wrapped.save_pretrained(tmp_path / "half", save_embedding_layers=True)
     file = tmp_path / "half" / "adapter_model.safetensors"
-    save_file({key: value for key, value in load_file(file).items() if "lm_head" not in key}, file, {"format": "pt"})
+    save_tensors({key: value for key, value in load_file(file).items() if "lm_head" not in key}, file)
     assert "has another matrix over it" in refusal(base, tmp_path / "half", out, capfd)
 
 

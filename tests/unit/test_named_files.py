@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from adapters import write_adapter
-from checkpoints import all_tensors, same, set_fields, shard
+from checkpoints import all_tensors, same, save_tensors, set_fields, shard
 from json_files import read_json, write_json
 from left_over import into_hub_cache
 from mtp_train import export, graft, inspect
@@ -44,7 +44,7 @@ def nest(path: Path, directory: str = "weights/fp32") -> Path:
     for name in SHARDS:
         decoy = {key: value + 1 for key, value in load_file(path / name).items()}
         (path / name).rename(path / directory / name)
-        save_file(decoy, path / name, {"format": "pt"})
+        save_tensors(decoy, path / name)
     rename_in_index(path, lambda file: f"{directory}/{file}")
     return path
 
@@ -70,7 +70,7 @@ def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
     assert generated(base, capfd) == text
     # A decoy that is not finite is not read either.
     decoy = load_file(base / SHARDS[0])
-    save_file({key: value * float("nan") for key, value in decoy.items()}, base / SHARDS[0], {"format": "pt"})
+    save_tensors({key: value * float("nan") for key, value in decoy.items()}, base / SHARDS[0])
     assert document(["inspect", base], capfd)["non_finite_keys"] == []
 
 
@@ -134,7 +134,7 @@ def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command
 def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
     """Add a changed copy of a tensor to another shard of an index that names the original, which is returned."""
     value = all_tensors(path)[key]
-    save_file(load_file(path / to) | {key: value + 1}, path / to, {"format": "pt"})
+    save_tensors(load_file(path / to) | {key: value + 1}, path / to)
     return value
 
 

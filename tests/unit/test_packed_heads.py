@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields, shard
+from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_tensors, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from runs import Capture, document, paste, run_command
@@ -81,7 +81,7 @@ def pack_head(path: Path, method: str = "awq") -> None:
     assert len(plain) >= 7
     for key in plain:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings})
 
 
@@ -118,11 +118,11 @@ def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> No
     tensors = load_file(packed / SINGLE_FILE)
     for lost in ("mtp.norm.weight", "mtp.layers.0.mlp.up_proj.qweight"):
         without = {key: value for key, value in tensors.items() if not key.startswith(lost.rpartition(".")[0])}
-        save_file(without, packed / SINGLE_FILE, metadata={"format": "pt"})
+        save_tensors(without, packed / SINGLE_FILE)
         found = document(["inspect", packed], capfd)
         assert (found["status"], len(found["missing_keys"])) == ("partial", 1)
     tensors["mtp.extra.qweight"] = torch.ones(1, dtype=torch.int32)
-    save_file(tensors, packed / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, packed / SINGLE_FILE)
     assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
 
 
@@ -169,7 +169,7 @@ def test_stacked_experts_that_are_packed_are_named_and_replaced(
             tensors |= {key: value.to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(len(value), 1, 1)}
         else:
             tensors |= {f"{key}_{half}": torch.ones(*value.shape[:-1], 2, dtype=torch.uint8) for half in MXFP4}
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": {"quant_method": method}})
     found = document(["inspect", path], capfd)
     assert (found["status"], found["missing_keys"], found["unexpected_keys"]) == ("quantised", [], [])

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_packed_heads import compressed, gptq, int4, nf4, nvfp4
 from test_quantised import METHODS as LISTS
 from test_quantised import head_layers, quantisation, quantise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from checkpoints import all_tensors, base_and_finetune, set_fields
+from checkpoints import all_tensors, base_and_finetune, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
@@ -90,7 +89,7 @@ def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
     plain = [key for key in tensors if not layout.is_head_key(key) and key.endswith("_proj.weight")]
     for key in [key for key in plain if tensors[key].ndim == 2]:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     if declared:
         set_fields(path, {"quantization_config": settings})
     return path
@@ -164,7 +163,7 @@ UNDECLARED: dict[str, Callable[[Path], object]] = {
 
 
 def add(path: Path, key: str) -> None:
-    save_file({**all_tensors(path), key: torch.ones(1, 1)}, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors({**all_tensors(path), key: torch.ones(1, 1)}, path / SINGLE_FILE)
 
 
 @pytest.mark.parametrize("case", UNDECLARED)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, rewrite, set_fields
+from checkpoints import all_tensors, base_and_finetune, rewrite, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -50,7 +49,7 @@ def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -
     for key in [key for key in tensors if re.search(pattern, key) and tensors[key].ndim == 2]:
         tensors[key], tensors[key.removesuffix("weight") + "weight_scale_inv"], plain[key] = to_fp8(tensors[key])
     assert plain
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings or FP8})
     return plain
 
@@ -62,7 +61,7 @@ def pack(path: Path, settings: dict[str, Any]) -> None:
         module, shape = key.removesuffix("weight"), tensors.pop(key).shape
         tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
         tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings})
 
 
@@ -224,7 +223,7 @@ def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
     tensors = all_tensors(path)
     beside = {key: value.bfloat16() for key, value in tensors.items() if value.dtype == torch.float32}
     scales = {key: tensors[key] for key in tensors if key.endswith("_scale_inv")}
-    save_file(tensors | beside | scales, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors | beside | scales, path / SINGLE_FILE)
     return {key: value for key, value in (beside | plain).items() if key not in scales}
 
 
@@ -234,7 +233,7 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     base, _ = base_and_finetune(tmp_path, family_name)
     reference = Path(shutil.copytree(base, tmp_path / "reference"))
     plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
-    save_file(plain, reference / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(plain, reference / SINGLE_FILE)
     found, expected = (load_trunk(path, open_checkpoint(path).family, dtype=dtype) for path in (base, reference))
     # Not all in `dtype`: transformers keeps the routers of many mixtures in fp32, from 5.24.
     assert [value.dtype for value in found.parameters()] == [value.dtype for value in expected.parameters()]

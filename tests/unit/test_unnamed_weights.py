@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import all_tensors, base_and_finetune, same, shard
+from checkpoints import all_tensors, base_and_finetune, same, save_tensors, shard
 from json_files import read_json, write_json
 from left_over import OLD_SHARDS, changed, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
@@ -37,8 +37,8 @@ def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
     """Shard a checkpoint, and move its head to a file that the index does not name; return the head."""
     head = head_of(path)
     trunk = {key: value for key, value in load_file(path / SINGLE_FILE).items() if key not in head}
-    save_file(trunk, path / SINGLE_FILE, {"format": "pt"})
-    save_file(head, shard(path) / file, {"format": "pt"})
+    save_tensors(trunk, path / SINGLE_FILE)
+    save_tensors(head, shard(path) / file)
     return head
 
 
@@ -54,7 +54,7 @@ def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
     assert (found.cure or "").startswith(f"mtp-train graft {base} --from BASE")
     with pytest.raises(CheckpointError, match=rf"{file} has some and is no part of the checkpoint"):
         export(base, out)
-    save_file(changed(head), base / file, {"format": "pt"})
+    save_tensors(changed(head), base / file)
     notes = "\n".join(graft(base, saved / "base", out).notes)
     assert f"Left out, as no part of the checkpoint: {file} (15 tensors, 15 of a head)." in notes
     written = all_tensors(out)
@@ -64,7 +64,7 @@ def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
 
 def test_a_stray_file_beside_a_healthy_head_does_not_travel(base: Path, tmp_path: Path) -> None:
     stray = "model_extra_tensors.safetensors"
-    save_file(changed(head_of(base)), base / stray, {"format": "pt"})
+    save_tensors(changed(head_of(base)), base / stray)
     shard(base)
     found = inspect(base)
     assert found.status == "healthy"

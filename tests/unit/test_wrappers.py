@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adapters import write_adapter
-from checkpoints import all_tensors, set_fields
+from checkpoints import all_tensors, save_tensors, set_fields
 from draft_models import CHOSEN, NUM_LAYERS
 from json_files import write_json
 from mtp_train.checkpoints.artifact import Artifact
@@ -66,7 +66,7 @@ def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_pa
     for key, value in tensors.items():
         old = next((old for old in names if key.startswith(old)), None)
         renamed[f"model.{key}" if old is None else key.replace(old, names[old])] = value
-    save_file(renamed, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors(renamed, path / SINGLE_FILE)
     layout = layout_of(open_checkpoint(path))
     assert (layout.trunk_prefix, layout.lm_head_key) == ("model.language_model.", "lm_head.weight")
     assert torch.equal(loaded(path).logits(loaded(path).hidden(TOKENS_1T)), expected)
@@ -132,6 +132,6 @@ def test_a_config_that_leaves_sizes_to_transformers_is_read(tmp_path: Path) -> N
 def test_others_are_refused_with_the_reason(wrapper: str, family_name: str, reason: str, tmp_path: Path) -> None:
     text_config = {"model_type": family_name, "num_hidden_layers": 2}
     write_json(tmp_path / "config.json", {"model_type": wrapper, "text_config": text_config})
-    save_file({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE, {"format": "pt"})
+    save_tensors({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE)
     with pytest.raises(UnsupportedModelError, match=reason):
         _ = open_checkpoint(tmp_path).family
