@@ -18,10 +18,8 @@ from launching import outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import Trunk, load_trunk
+from repository import RECIPES, REPOSITORY
 from runs import Capture, copy_run, document, refusal, run_command, tree, write_recipe
-
-ROOT = Path(__file__).parents[2]
-
 
 # check
 
@@ -203,19 +201,19 @@ def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Ca
     assert not (run_dir / "export").exists()
 
 
-def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def program(command: list[Any], cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     """Run a program as a user of this environment would."""
     paths = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")]),
     }
     return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
 
 
 def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path, new_run: Path) -> None:
-    shipped = ROOT / "recipes" / "retrain_head.yaml"
+    shipped = RECIPES / "retrain_head.yaml"
     assert os.access(shipped, os.X_OK)
-    helped = program([f"./{shipped.relative_to(ROOT)}", "--help"])
+    helped = program([f"./{shipped.relative_to(REPOSITORY)}", "--help"])
     assert (helped.returncode, helped.stderr) == (0, "")
     assert helped.stdout.startswith("usage: mtp-train run ")
     # Another one with the same first line: the program's exit code is the command's.

@@ -26,6 +26,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
+from repository import RECIPES
 from runs import LEARNS, Capture, document, overrides_of, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
@@ -75,7 +76,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     assert_lossless(export)
 
 
-HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
+HOW_TO = RECIPES / "attach.md"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 
 import mtp_train as mtp
 from json_files import read_json
+from repository import RECIPES
 from runs import LEARNS, TINY_RESCUE, Capture, overrides_of, write_inputs
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 HOW_TO, NOTEBOOK = RECIPES / "python.md", RECIPES / "rescue.ipynb"
 
 

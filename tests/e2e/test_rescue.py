@@ -20,6 +20,7 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
 from mtp_train.runs.rescue import HeadLevel, ProbeResult
+from repository import RECIPES
 from runs import (
     GETS_NO_BETTER,
     LEARNS,
@@ -33,7 +34,7 @@ from runs import (
     tree,
 )
 
-HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
+HOW_TO = RECIPES / "rescue.md"
 Monkey = pytest.MonkeyPatch
 
 

@@ -13,7 +13,7 @@ import torch
 
 from drafting_server import DraftingServer
 from json_files import read_json
-from launching import ROOT, metrics, outcome
+from launching import metrics, outcome
 from mtp_train import check
 from mtp_train.checkpoints.suggestions import evaluate_command
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
@@ -25,6 +25,7 @@ from mtp_train.runs import decode, pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
 from openai_server import openai_server, served_by
+from repository import REPOSITORY
 from runs import Capture, document, run_command, tiny_recipe
 
 # Commands
@@ -261,7 +262,7 @@ def test_the_demos_study_shows_a_stale_head_recovering(new_run: Path) -> None:
         "study.rules": ("greedy",),
         "track.wandb": "off",
     }
-    pipeline.run(load_recipe(ROOT / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
+    pipeline.run(load_recipe(REPOSITORY / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
     report = load_report(new_run / "report.json")
     deltas = [one.delta_tau_ci95 for one in report.comparisons if (one.first, one.second) == ("graft", "retrained-kl")]
     assert deltas

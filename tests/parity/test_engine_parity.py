@@ -20,9 +20,9 @@ from checkpoints import save_with_head, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
+from repository import SCRIPTS
 from tiny import random_tokens, tiny_head, tiny_trunk
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = random_tokens(7, 4).tolist()
 NEW_TOKENS = 40
 PYTHONS = {

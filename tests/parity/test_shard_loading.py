@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from json_files import read_json
-from launching import ROOT, start
+from launching import start
+from repository import REPOSITORY
 from tiny import ALL_FAMILIES
 
 # A mixture, whose experts are stored one by one and merged; recurrent layers; one matrix for embedding and lm_head.
@@ -18,7 +19,7 @@ CASES = ("glm4_moe", "glm4_moe, bfloat16", "qwen3_5", "qwen3_5, tied")
 def measured(cases: tuple[str, ...], directory: Path) -> dict[str, Any]:
     """Return what two processes find."""
     into = directory / "found.json"
-    program, two = ROOT / "tests" / "shard_loading.py", ("--num_processes", "2")
+    program, two = REPOSITORY / "tests" / "shard_loading.py", ("--num_processes", "2")
     done = start("fsdp2.yaml", program, into, *cases, flags=two, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     return read_json(into)

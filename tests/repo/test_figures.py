@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from json_files import read_json
+from repository import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 RECORD = read_json(REPOSITORY / "inference" / "benchmarks" / "real_model.json")
 HAND = {name: one["value"] for name, one in RECORD["by_hand"].items()}
 CPU, H100 = "eagle3", "eagle3-2000-steps"

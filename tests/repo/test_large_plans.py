@@ -10,13 +10,13 @@ import pytest
 
 from json_files import read_json, write_json
 from mtp_train import CheckResult, check
+from repository import RECIPES, REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "recipes" / "distributed.md"
+PAGE = RECIPES / "distributed.md"
 SEQ_LEN, STEP_TOKENS = 4096, 131_072
-SHAPES: dict[str, Any] = read_json(ROOT / "tests" / "large_trunks.json")
+SHAPES: dict[str, Any] = read_json(REPOSITORY / "tests" / "large_trunks.json")
 """What the released configs have of the shapes, without what changes no plan."""
-QWEN3_5_9B: dict[str, Any] = read_json(ROOT / "inference" / "benchmarks" / "qwen3_5_9b.json")
+QWEN3_5_9B: dict[str, Any] = read_json(REPOSITORY / "inference" / "benchmarks" / "qwen3_5_9b.json")
 TRUNKS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "Qwen3.5-9B, here": (QWEN3_5_9B, "native", False),
     "Qwen3-235B-A22B, here": (SHAPES["Qwen3-235B-A22B"], "random", False),

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from repository import SCRIPTS
 from runs import Capture, write_inputs, write_recipe
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,8 +23,8 @@ from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import diagnose_head, empty_head
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 2e9
 # The command line, with its peak memory as the last line on stderr. `ru_maxrss` would start at the memory of the parent
 # process.
@@ -80,7 +80,7 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
 
 def measured(argv: list[Any]) -> int:
     """Run a command in a process of its own; return the most memory it held, in bytes."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")])}
     command = [sys.executable, "-c", MEASURED, *map(str, argv)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from repository import SCRIPTS
 
 
 @pytest.fixture(scope="module", autouse=True)

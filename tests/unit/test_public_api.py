@@ -18,10 +18,11 @@ import mtp_train as mtp
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.resolve import recipe_of
+from repository import RECIPES
 from runs import Capture, document
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "wandb", "peft"}
-RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
+RECIPE = RECIPES / "retrain_head.yaml"
 
 
 def test_every_public_name_is_there_and_records_are_frozen() -> None:
