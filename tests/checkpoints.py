@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from json_files import read_json, write_json
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.heads.diagnose import layout_of
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.heads.build import build_head, graft_plan
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
@@ -167,6 +168,12 @@ def wrap_text_config(path: Path, model_type: str) -> None:
 
 def _wrapped_key(key: str) -> str:
     return "model.language_model." + key.removeprefix("model.") if key.startswith("model.") else key
+
+
+def own_head(checkpoint: Checkpoint) -> MtpHead:
+    """Load a checkpoint's head in fp32."""
+    plan = graft_plan(checkpoint, checkpoint, "auto")
+    return build_head(plan, text_config_of(checkpoint), dtype=torch.float32).eval()
 
 
 def all_tensors(path: Path) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ def test_regenerate_needs_a_recipe_that_regenerates(
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run)
     message = refusal(["regenerate", recipe], capfd)
     assert "data.regenerate: null; expected a section. Write data.regenerate: {}." in message
-    assert not (new_run).exists()
+    assert not new_run.exists()
 
 
 # export
@@ -178,7 +178,7 @@ def test_export_of_a_run_that_was_never_measured_is_refused(
     unmeasured = copy_run(run_dir, new_run, "report.json")
     message = refusal(["export", unmeasured, "--out", out], capfd)
     assert "its head has not been measured; expected a run that reached the gate" in message
-    assert not (out).exists()
+    assert not out.exists()
 
 
 # --json, --help, and recipes as programs

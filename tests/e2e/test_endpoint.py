@@ -73,7 +73,7 @@ def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_anoth
     recorded = (new_run / "recipe.yaml").read_bytes()
     with serving(inputs / "finetune") as second:
         kept = rows(new_run)
-        (file,) = (new_run).glob("data/*/regenerated-*.jsonl")
+        (file,) = new_run.glob("data/*/regenerated-*.jsonl")
         # Killed behind its third answer.
         file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
         assert second.url != first.url

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import all_tensors
+from checkpoints import all_tensors, own_head
 from json_files import read_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
@@ -129,9 +127,7 @@ def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(
-        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
-    ).eval()
+    head = own_head(checkpoint)
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)

@@ -72,7 +72,7 @@ def test_a_run_without_an_export_is_one_message(
     shutil.copy(run_dir / "recipe.yaml", refused)
     said = refusal(words(command, refused, adapted, out), capfd)
     assert said.startswith(f"mtp-train: {refused}: the directory of a run that has exported no checkpoint; expected ")
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def test_a_checkpoint_with_a_directory_of_that_name_stays_a_checkpoint(own_inputs: Path, capfd: Capture) -> None:

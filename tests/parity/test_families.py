@@ -22,7 +22,7 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from adapters import assert_like_peft, write_adapter
-from checkpoints import all_tensors, same, save_stripped, save_tensors, save_with_head, shared_by_the_head
+from checkpoints import all_tensors, own_head, same, save_stripped, save_tensors, save_with_head, shared_by_the_head
 from heads_by_hand import HANDS, forward_by_hand
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train import graft, inspect, merge
@@ -30,8 +30,8 @@ from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import build_head, graft_plan, trained_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.build import graft_plan, trained_head
+from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
@@ -70,8 +70,7 @@ class Built(NamedTuple):
 def load(path: Path) -> Built:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
-    return Built(trunk, head.eval(), path)
+    return Built(trunk, own_head(checkpoint), path)
 
 
 def build(name: str, directory: Path, **fields: object) -> Built:

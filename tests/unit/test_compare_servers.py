@@ -118,7 +118,7 @@ def test_what_the_gate_cannot_judge_is_an_error(
     code, printed = compare(*replies, more=more)
     assert code == 2
     assert re.search(told, printed.err), printed.err
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def test_servers_are_asked_with_a_key(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

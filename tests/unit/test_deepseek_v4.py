@@ -12,13 +12,11 @@ from test_quantised import FP8, to_fp8
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import all_tensors, base_and_finetune, save_tensors, save_with_head, set_fields
+from checkpoints import all_tensors, base_and_finetune, own_head, save_tensors, save_with_head, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import read_plain_in_blocks
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
@@ -66,9 +64,7 @@ def packed(path: Path) -> dict[str, Tensor]:
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    return trunk, build_head(
-        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
-    ).eval()
+    return trunk, own_head(checkpoint)
 
 
 @torch.inference_mode()

@@ -122,7 +122,7 @@ def test_training_leftovers_and_pickles_are_not_copied(base: Path, finetune: Pat
     (finetune / "README.md").write_text("# Mine\n")
     shutil.copytree(finetune, finetune / "checkpoint-10")
     graft(finetune, base, out)
-    names = {path.name for path in (out).iterdir()}
+    names = {path.name for path in out.iterdir()}
     # Our card replaces the trunk's; the file that it may be linked to is not written to.
     assert "# Mine" not in (out / "README.md").read_text()
     assert (finetune / "README.md").read_text() == "# Mine\n"

@@ -348,7 +348,7 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "exaone_moe")
     message = refusal(["export", checkpoint, "--out", out, "--gguf", "f16"], capfd)
     assert "llama.cpp does not draft with a head of K-EXAONE: keeps the head's tensors and has no graph" in message
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:

@@ -44,7 +44,7 @@ def test_a_head_alone_opens_again_bit_for_bit(
     assert all(torch.equal(value, before[key]) for key, value in written.items())
     assert diagnose_head(checkpoint).complete
     # One file, no index beside it: loaders agree on that.
-    assert [path.name for path in (out).glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
     others = {name: data for name, data in tree(base).items() if ".safetensors" not in name}
     assert {name: data for name, data in tree(out).items() if ".safetensors" not in name} == others
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= others.keys()

@@ -106,7 +106,7 @@ def test_check_tells_how_the_data_is_split(pristine: Path, new_run: Path, field:
     split = r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; evaluating on \d+ prompts of"
     assert re.fullmatch(rf".*chats.jsonl; {split} \d+ groups; held out {groups}", found.to_json()["data"])
     assert f"\ntext: {found.data}\n" in str(found)
-    assert not (new_run).exists()
+    assert not new_run.exists()
 
 
 def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(

@@ -128,7 +128,7 @@ def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command
         message = refusal(argv, capfd)
         assert f"{INDEX_FILE}: names " in message
         assert f"expected the path of a file inside {base}, without '..'" in message
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     argv = ["graft", pristine / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
     assert run_command(*argv) == 0
     assert run_command("export", snapshot, "--out", out) == 0
-    assert not any(file.is_symlink() for file in (out).rglob("*"))
+    assert not any(file.is_symlink() for file in out.rglob("*"))
     assert (out / "assets" / "figure.png").read_text() == "a curve"
     assert same(all_tensors(out), expected)
 

@@ -156,7 +156,7 @@ def test_only_the_main_process_writes(base: Path, tmp_path: Path, out: Path) -> 
     model = load(base)
     keep_head(model)
     model.save_pretrained(out, is_main_process=False)
-    assert not list((out).glob("*mtp*"))
+    assert not list(out.glob("*mtp*"))
     model.save_pretrained(tmp_path / "empty", state_dict={})
     assert not (tmp_path / "empty" / INDEX_FILE).exists()
 

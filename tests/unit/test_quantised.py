@@ -12,13 +12,13 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, rewrite, save_tensors, set_fields
+from checkpoints import all_tensors, base_and_finetune, own_head, rewrite, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
 from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
 from runs import Capture, document, run_command
@@ -169,7 +169,7 @@ def test_an_unknown_method_is_refused(base: Path, finetune: Path, out: Path, cap
     set_fields(finetune, {"quantization_config": {"quant_method": "aqlm"}})
     assert graft(finetune, base, out) == 2
     assert "quantised with aqlm, whose list of exceptions is not supported; expected one of" in capfd.readouterr().err
-    assert not (out).exists()
+    assert not out.exists()
 
 
 # Heads and trunks in FP8
@@ -204,8 +204,7 @@ def test_a_head_in_fp8_is_read_with_its_scales(
     layout = layout_of(open_checkpoint(base))
     heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
     plain = quantise(base, heads)
-    checkpoint = open_checkpoint(base)
-    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = own_head(open_checkpoint(base))
     native = {key: value for name, tensor in head.state_dict().items() for key, value in layout.split(name, tensor)}
     # Grafted, it is in bf16, and without scales; elsewhere it stays what it was.
     assert graft(finetune, base, out) == 0

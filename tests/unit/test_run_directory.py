@@ -31,7 +31,7 @@ def recipe(tmp_path: Path, new_run: Path) -> Recipe:
 
 def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, new_run: Path, recipe: Recipe) -> None:
     RunDirectory(new_run).require_ours(recipe)
-    (new_run).mkdir()
+    new_run.mkdir()
     RunDirectory(new_run).require_ours(recipe)
     RunDirectory(new_run).write_outcome(REFUSED)
     RunDirectory(new_run).require_ours(recipe)
@@ -64,7 +64,7 @@ def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, new_run:
 
 @pytest.mark.parametrize("beside", [[], ["outcome.json"], ["provenance.json"], [".recipe.yaml.tmp"]])
 def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, new_run: Path, recipe: Recipe) -> None:
-    (new_run).mkdir()
+    new_run.mkdir()
     for name in [*beside, "thesis.txt"]:
         (new_run / name).write_text("{}")
     before = tree(tmp_path)

@@ -129,7 +129,7 @@ def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_pat
     graft(finetune, saved / "base", out)
     written = all_tensors(out)
     assert same({key: written[key] for key in expected}, expected)
-    names = {file.name for file in (out).glob("*.safetensors")}
+    names = {file.name for file in out.glob("*.safetensors")}
     assert not names & {file.name for file in finetune.iterdir()}
 
 

@@ -96,7 +96,7 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(
         assert ("zero everywhere" if zero else "was never trained") in message
         # The message names the command that prints the cure.
         assert main(["inspect", str(path)]) == 0
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def test_norms_or_matrices_alone_are_a_note(base: Path, tmp_path: Path) -> None:

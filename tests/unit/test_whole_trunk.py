@@ -118,7 +118,7 @@ def test_damage_is_reported_by_inspect_and_refused_by_every_command(
     assert found["cure"] is not None
     for argv in takers(base, out):
         assert re.search(message, refusal(argv, capfd))
-    assert not (out).exists()
+    assert not out.exists()
 
 
 def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, out: Path, capfd: Capture) -> None:
