@@ -126,13 +126,13 @@ def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
     return sorted(line for path in paths for line in path.read_text().splitlines())
 
 
-def assert_same_lines(run_dir: Path, expected: Path, *fields: str) -> None:
+def assert_same_lines(run_dir: Path, expected: Path, *fields: str, within: float = 1e-4) -> None:
     """Check that two runs logged the same steps, up to the order of sums."""
     lines = metrics(run_dir), metrics(expected)
     for field in fields:
         ours, theirs = ({line["step"]: line[field] for line in some if field in line} for some in lines)
         assert theirs, field
-        assert ours == pytest.approx(theirs, abs=1e-4), field
+        assert ours == pytest.approx(theirs, abs=within), field
 
 
 LOGGED = ("step", "loss", "loss_depth_1", "loss_depth_2", "lr", "tokens", "world_size", "wrapper")

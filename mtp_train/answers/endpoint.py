@@ -137,8 +137,12 @@ class Endpoint:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
         )
 
-    def close(self) -> None:
+    def stop_trying(self) -> None:
+        """Send no failed request again; those in flight may still be answered."""
         self._closed.set()
+
+    def close(self) -> None:
+        self.stop_trying()
         self._client.close()
 
     def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Response | Refusal]]:

@@ -19,6 +19,7 @@ from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.tokenizer import load_tokenizer, require_variables
@@ -354,7 +355,8 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
 
 def _is_served(place: str) -> bool:
     """Return whether an arm is a server: an address, or the directory of a finished evaluation."""
-    return "://" in place or all((Path(place) / name).is_file() for name in (STUDY_FILE, REPORT_FILE))
+    study, report = Path(place) / STUDY_FILE, Path(place) / REPORT_FILE
+    return "://" in place or (study.is_file() and report.is_file() and bool(read_json(study)["server"]))
 
 
 def _measure(

@@ -19,7 +19,7 @@ from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import left_out
-from mtp_train.checkpoints.identity import checkpoint_files, hash_inputs, read_records
+from mtp_train.checkpoints.identity import checkpoint_files, require_same
 from mtp_train.checkpoints.locations import EXPORT, HEAD, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -162,6 +162,7 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
 
     Raises:
         DataError: The run was judged before, or the comparison is not of its baseline and its export on new prompts.
+        ChangedInputError: The export's evaluation was of other files.
     """
     directory, export = RunDirectory(run_dir), run_dir / EXPORT
     recipe, gate = directory.recipe, compared.gate
@@ -173,14 +174,13 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
     with directory.held(quiet_progress().console, "the verdict"):
         settings = dict(load_report(run_dir / REPORT_FILE).settings)
         place = str(export) if recipe.head.kind == "mtp" else recipe.model.trunk
-        records, files = read_records(evaluation), {place: checkpoint_files(open_location(place))}
-        contents = hash_inputs(files, records, quiet_progress())[place].contents
-        told = str(compared.settings.get("trained_on", ""))
+        files = {SERVED_CHECKPOINT: checkpoint_files(open_location(place))}
+        require_same(evaluation, files, quiet_progress(), finished=True, keeps=False, option="evaluation")
+        told = compared.settings.get("trained_on")
         refusals = {
             "it was judged before": settings.get("gate") not in (UNJUDGED, str(out)),
-            f"{evaluation} measured other files than {place}": contents != records[SERVED_CHECKPOINT].contents,
             f"the baseline decoded as {gate.baseline}": (gate.baseline == PLAIN) != (recipe.gate_baseline == PLAIN),
-            f"the prompts are not new ({told})": bool(told),
+            f"the prompts are not new ({told})": told,
         }
         if found := [text for text, is_so in refusals.items() if is_so]:
             raise DataError(

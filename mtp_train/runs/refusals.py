@@ -126,7 +126,7 @@ def _of_states(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
     if reason is not None:
         yield RecipeError(
             f"train.states: vLLM has no hidden states of {model.path}: {reason}; expected a trunk of which it has. "
-            "Write train.states: null, with model.offload: cpu for a trunk that the device cannot hold."
+            "Write train.states: null."
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mtp_train.answers.endpoint import Endpoint, read_api_key
@@ -61,6 +61,8 @@ class StatesSource:
     identity: list[object]
     dtype: torch.dtype
     """Of the server's states."""
+    norm: nn.Module
+    """Applied to the last state."""
 
     @property
     def width(self) -> int:
@@ -74,13 +76,13 @@ class StatesSource:
     def hidden(self, states_TLD: Tensor) -> Tensor:
         """Return the hidden states of a server's states."""
         place = {layer: number for number, layer in enumerate(self.server.layers)}
-        device = self.ends.lm_head_VD.device
-        last_TD = self.ends.of_last_layer(states_TLD[:, -1].to(device)).to(states_TLD)
+        last_TD = self.norm(states_TLD[:, -1].to(self.ends.lm_head_VD.device).float()).to(states_TLD)
         return torch.cat([last_TD, *(states_TLD[:, place[layer]] for layer in self.layers)], dim=-1)
 
     def states(self, documents: Sequence[Document], dtype: torch.dtype, kept: Collection[int] = ()) -> FetchedStates:
         """Return the states of documents in a dtype; some are read more than once."""
-        return FetchedStates(self.ends, documents, self.fetch, width=self.width, dtype=dtype, kept=kept)
+        stop = self.server.endpoint.stop_trying
+        return FetchedStates(self.ends, documents, self.fetch, stop, width=self.width, dtype=dtype, kept=kept)
 
 
 def open_source(
@@ -120,7 +122,9 @@ def open_source(
         if run.is_main:
             _require_same_server(run, endpoint, identity)
             prove_trunk(server, proved, ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
-    return StatesSource(server, ends, layers, identity, first_TLD.dtype)
+            # Not before the proof: a server of another model must not be the one that the run began with.
+            write_json(run.directory.path / SERVER_FILE, {"identity": identity})
+    return StatesSource(server, ends, layers, identity, first_TLD.dtype, ends.last_norm())
 
 
 def prove_trunk(
@@ -148,7 +152,6 @@ def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[obj
             f"{endpoint.url}: is {identity}; expected {read_json(path)['identity']}, with which the run began "
             f"({path}). Serve that again, or begin a new run."
         )
-    write_json(path, {"identity": identity})
 
 
 def shown_waits(console: Console) -> Callable[[str], None]:

@@ -142,18 +142,20 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     )
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
-    weights = train_head(
-        module,
-        options=train_options(recipe),
-        plan=run.plan,
-        batch_fn=lambda step: renumbered(batches(step), training),
-        accelerator=accelerator,
-        selection=selection,
-        state_dir=run_dir / STATE,
-        make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
-        on_step=lambda done: progress.update(task, completed=done),
-    )
-    said = states.close()
+    try:
+        weights = train_head(
+            module,
+            options=train_options(recipe),
+            plan=run.plan,
+            batch_fn=lambda step: renumbered(batches(step), training),
+            accelerator=accelerator,
+            selection=selection,
+            state_dir=run_dir / STATE,
+            make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
+            on_step=lambda done: progress.update(task, completed=done),
+        )
+    finally:
+        said = states.close()
     if run.is_main:
         if said:
             progress.console.print(said, highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -193,7 +193,7 @@ def _build(
     if run.is_main:
         size = cache.num_bytes / (1 << 30)
         progress.console.print(f"{cache.directory}: {size:.2f} GiB of hidden states", highlight=False)
-    with states.computing_in(cache.dtype):
+    with closing(states), states.computing_in(cache.dtype):
         cache.build(
             states,
             missing,
@@ -203,7 +203,6 @@ def _build(
             world=accelerator.num_processes,
             on_shard=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    states.close()
     accelerator.wait_for_everyone()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -140,6 +141,10 @@ class Ends(nn.Module):
     def of_last_layer(self, state: Tensor) -> Tensor:
         """Return the hidden state for the residual stream after the last layer, before the final norm."""
         return state if self.family.reads_before_norm else self._call(self._final_norm, state)
+
+    def last_norm(self) -> nn.Module:
+        """Return a copy in fp32 of the module of :meth:`of_last_layer`, for a thread beside :meth:`computing_in`."""
+        return nn.Identity() if self.family.reads_before_norm else deepcopy(self._final_norm).float()
 
     def head_input(self, hidden: Tensor, convention: Convention) -> Tensor:
         """Return the states that a head wired by ``convention`` reads, from hidden states of :meth:`hidden`."""

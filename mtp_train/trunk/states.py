@@ -199,7 +199,9 @@ class StoredStates(States):
 
     def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Tensor:
         """Return the states of this process's rows, in the dtype that they are stored in."""
-        rows = [torch.cat([self.document(number) for number in row.members]) for row in shares[rank]]
+        # Where a process has nothing to do, its row has no document.
+        none = torch.zeros(0, self.width)
+        rows = [torch.cat([self.document(number) for number in row.members] or [none]) for row in shares[rank]]
         length = len(shares[rank][0].document_T)
         return torch.stack([nn.functional.pad(row_TD, (0, 0, 0, length - len(row_TD))) for row_TD in rows])
 

@@ -120,7 +120,11 @@ def test_drafts_that_may_not_pay_are_undecided(
 @pytest.mark.parametrize(
     ("stale", "changed", "told"),
     [
-        (llama(0), lambda inputs: {"served": inputs / "finetune"}, "retrained measured other files than"),
+        (
+            llama(0),
+            lambda inputs: {"served": inputs / "finetune"},
+            "retrained: inputs changed since it was begun: the served checkpoint",
+        ),
         (llama(-1), lambda inputs: {}, "the baseline decoded as none; expected"),
         (
             llama(0),

@@ -68,6 +68,7 @@ ELSEWHERE = {
             *("data.regenerate.endpoint=http://localhost:8000/v1", "data.regenerate.batch_size=null"),
             *("gate.enabled=false", "model.offload=null", "model.offload=cpu", "model.quantization={}", "head.lora={}"),
             *("train.micro_batch_sequences=1", "train.gradient_checkpointing=true", "train.processes={}"),
+            "train.states.endpoint=http://localhost:8000/v1",
         ),
         _FIT,
     ),
@@ -423,6 +424,9 @@ CHANGES = {
     "Write model.quantization: null, or point model.trunk at the unquantised checkpoint.": (
         f"{OF_ITS_OWN} model.trunk=PACKED model.quantization=8bit"
     ),
+    "Write train.states: null.": (
+        f'{OF_ITS_OWN} model.trunk=STREAMS train.states={{"endpoint":"http://localhost:8000/v1"}}'
+    ),
     "Write head.lora: null.": f"{NEW} head.lora={{}}",
     "Write head.init: random.": f"{NEW} head.kind=eagle head.init=copy_last_layer",
     "Write head.kind: mtp.": f"{NEW} head.kind=eagle3 model.trunk=SHALLOW",
@@ -448,6 +452,7 @@ def test_a_change_that_a_message_proposes_mends_the_recipe(
         "BASE": inputs / "base",
         "HEAD": run_dir / "head",
         "OTHER": Path("other/base"),
+        "STREAMS": Path("streams/base"),
         "SHALLOW": Path("other/finetune"),
         "PACKED": Path("packed"),
     }
@@ -456,6 +461,8 @@ def test_a_change_that_a_message_proposes_mends_the_recipe(
         set_fields(Path("packed"), {"quantization_config": {"quant_method": "fp8"}})
     if "OTHER" in CHANGES[proposal]:
         write_inputs(Path("other"), "glm4_moe")
+    if "STREAMS" in CHANGES[proposal]:
+        write_inputs(Path("streams"), "deepseek_v4")
     if "SHALLOW" in CHANGES[proposal]:
         write_headless(Path("other"), "llama", num_layers=2)
     words = CHANGES[proposal]

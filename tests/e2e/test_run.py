@@ -233,7 +233,7 @@ def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
         assert tree(tmp_path) == before
         other.kill()
     assert (run_dir / LOCK_FILE).exists()
-    monkeypatch.setattr(run_module, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(run_module, "gather_inputs", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError):
         pipeline.run(again)
     assert not (run_dir / LOCK_FILE).exists()

@@ -55,6 +55,7 @@ def serving(command: str, log: Path, *flags: str) -> Iterator[str]:
                 break
             except httpx.HTTPError:
                 signal.sigtimedwait([], 1.0)
+        assert server.poll() is None, log.read_text()[-2000:]
         yield f"http://localhost:{port}/v1"
     finally:
         with suppress(ProcessLookupError):
@@ -85,7 +86,13 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     base = words.index("--base")
     assert main([*words[:base], *words[base + 2 :], "--set", "head.kind=eagle3", "head.init=random"]) == 0
     small = ["data.regenerate.max_new_tokens=48", "data.seq_len_tokens=256", "train.max_steps=8"]
-    small += ["train.tokens_per_step=512", "train.micro_batch_sequences=2", "head.draft_vocab=4096", "run_dir=run"]
+    small += [
+        "train.tokens_per_step=512",
+        "train.micro_batch_sequences=2",
+        "head.draft_vocab=4096",
+        "run_dir=run",
+        "train.log_steps=1",
+    ]
     states = ["train.states.endpoint=http://localhost:1/v1", "gate.enabled=false"]
     command = check("served.yaml", [*small, *states]).states_command
     assert command is not None
@@ -109,7 +116,12 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     middle, last = len(trunk.layers) // 2, len(trunk.layers)
     recipe = {"run_dir": str(tmp_path / "run"), "model.trunk": MODEL, "model.head_from": None, "head.kind": "eagle3"}
     recipe |= {"head.init": "random", "data.sources.0.path": str(chats(tmp_path / "chats.jsonl"))}
-    recipe |= {"data.group_field": None, "train.states.endpoint": "http://localhost:1/v1", "data.seq_len_tokens": 384}
+    recipe |= {
+        "train.tokens_per_step": 2304,
+        "data.group_field": None,
+        "train.states.endpoint": "http://localhost:1/v1",
+        "data.seq_len_tokens": 384,
+    }
     command = check("attach_head", recipe).states_command
     assert command is not None
     draw = torch.Generator().manual_seed(0)

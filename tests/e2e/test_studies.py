@@ -236,7 +236,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
     pipeline.run(recipe)
     assert stable(load_report(new_run / "report.json")) == stable(load_report(unbroken / "report.json"))
     # Finished: nothing is done again.
-    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_, **__: pytest.fail("run again"))
     pipeline.run(recipe)
 
 

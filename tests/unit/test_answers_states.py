@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.states import StatesServer, prove
 from mtp_train.errors import DataError
 from openai_server import Reply, Served, openai_server
+from states_engine import Edit, Engine
 
 TOKENIZER = byte_tokenizer()
 EOS = int(TOKENIZER.eos_token_id)
@@ -31,46 +31,9 @@ STATES_VLD = torch.randn(VOCAB_SIZE, len(LAYERS), WIDTH, generator=torch.Generat
 LM_HEAD_VD = torch.randn(VOCAB_SIZE, WIDTH, generator=torch.Generator().manual_seed(1))
 ANSWER = [40, 41, EOS]
 
-Edit = Callable[[Any], Any]
-
-
-def same(value: Any) -> Any:
-    return value
-
 
 def top_of(token: int) -> int:
     return int((LM_HEAD_VD @ STATES_VLD[token, -1]).argmax())
-
-
-class Engine:
-    """A server of states that depend on the token alone. Each edit breaks one thing."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.numbers = directory, itertools.count()
-        self.states: Edit = same
-        self.tensors: Edit = same
-        self.reply: Edit = same
-        self.write: Callable[[dict[str, Tensor], Path], None] = save_file
-        self.fingerprints: Iterator[str | None] = itertools.repeat("vllm-0.32.0-abc")
-
-    def __call__(self, payload: dict[str, Any]) -> Reply:
-        new = ANSWER if payload["max_tokens"] > 1 else [top_of(payload["prompt"][-1])]
-        token_ids, path = [*payload["prompt"], *new[:-1]], self.directory / f"{next(self.numbers)}.safetensors"
-        tensors = {"hidden_states": self.states(STATES_VLD[token_ids]), "token_ids": torch.tensor(token_ids)}
-        # The real connector locks a file before it replies, and leaves the lock's file there.
-        path.with_name(f"{path.name}.lock").touch()
-        self.write(self.tensors(tensors), path)
-        choice: dict[str, Any] = {"text": "", "token_ids": new, "finish_reason": "stop" if new == ANSWER else "length"}
-        if "prompt_logprobs" in payload:
-            tops = [{str(top_of(one)): {"logprob": -0.5}, "0": {"logprob": -9.0}} for one in payload["prompt"][:-1]]
-            choice["prompt_logprobs"] = [None, *tops]
-        document = {
-            "choices": [choice],
-            "usage": {"prompt_tokens": len(payload["prompt"])},
-            "kv_transfer_params": {"hidden_states_path": str(path)},
-            "system_fingerprint": next(self.fingerprints),
-        }
-        return Reply(body=json.dumps(self.reply(document)).encode())
 
 
 Connect = Callable[..., tuple[StatesServer, Served]]
@@ -78,7 +41,7 @@ Connect = Callable[..., tuple[StatesServer, Served]]
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path)
+    return Engine(tmp_path, lambda token_ids: (STATES_VLD[token_ids], [*map(top_of, token_ids)]), ANSWER)
 
 
 @pytest.fixture

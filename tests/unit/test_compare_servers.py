@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from json_files import read_json, write_json
 from llama_server import GROUPS, NEW_TOKENS, llama, serving, write_rows
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
@@ -230,7 +231,11 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
 
 @pytest.mark.parametrize(
     ("lost", "told"),
-    [("report.json", "NAME=DIR of a finished evaluation"), ("measured", "and a record of each prompt")],
+    [
+        ("report.json", "NAME=DIR of a finished evaluation"),
+        ("measured", "and a record of each prompt"),
+        ("server", "NAME=DIR of a finished evaluation of one"),
+    ],
 )
 def test_an_unfinished_evaluation_or_one_without_records_is_refused(
     evaluate: Callable[..., Path],
@@ -242,7 +247,13 @@ def test_an_unfinished_evaluation_or_one_without_records_is_refused(
     told: str,
 ) -> None:
     arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
-    (tmp_path / "retrained" / lost).rename(tmp_path / "lost")
+    place = tmp_path / "retrained"
+    if lost == "server":
+        # As of a checkpoint that was measured here.
+        study = read_json(place / "study.json")
+        write_json(place / "study.json", {**study, "server": None})
+    else:
+        (place / lost).rename(tmp_path / "lost")
     assert run_command("compare", *arms, "--suite", suite, *GREEDY, "--out", out) == 2
     assert told in capfd.readouterr().err
 

@@ -85,10 +85,11 @@ def computed(trunk: Trunk, sequences: Sequence[PackedSequence]) -> Tensor:
 def test_states_are_what_the_trunk_computes_in_every_epoch(family_name: str, world: int, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)
     cache, _ = built(trunk, tmp_path, world=world)
+    states = CachedStates(trunk, cache, torch.float32)
     assert len(list(tmp_path.iterdir())) == cache.num_shards > 2
     for epoch in range(2):
-        assert_same(cache.rows(packed(epoch)), computed(trunk, packed(epoch)), num_terms(trunk))
-    assert_differs(cache.rows(packed(0)), computed(trunk, packed(1)), num_terms(trunk))
+        assert_same(states.prepare([packed(epoch)], 0), computed(trunk, packed(epoch)), num_terms(trunk))
+    assert_differs(states.prepare([packed(0)], 0), computed(trunk, packed(1)), num_terms(trunk))
 
 
 def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_the_loss_is_that_of_the_trunk_itself(family_name: str, tmp_path: Path) 
     module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), **OPTIONS)
     expected = module(MicroBatch(batch, torch.ones(2)))
     trunk.decoder.layers = torch.nn.ModuleList()
-    cached = HeadTraining(CachedStates(trunk, cache), module.head, **OPTIONS)
+    cached = HeadTraining(CachedStates(trunk, cache, torch.float32), module.head, **OPTIONS)
     found, other = (
         cached(MicroBatch(batch, torch.ones(2), cached.states.prepare([some], 0)))
         for some in (sequences, packed()[1:3])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from mtp_train.families.registry import family_for
 from mtp_train.families.served_states import states_command, states_refusal
+from mtp_train.runs.served_states import StatesSource
+from tiny import tiny_trunk
 
 DIRECTORY = "/shared/the states"
 
@@ -56,3 +61,13 @@ def test_a_trunk_without_served_states_is_refused_with_the_reason(
 ) -> None:
     found = states_refusal(family_for(config, where="trunk"), config)
     assert found is None if reason is None else reason in (found or "")
+
+
+def test_fetched_states_do_not_depend_on_what_training_computes_meanwhile() -> None:
+    trunk = tiny_trunk("glm4_moe")
+    server: Any = SimpleNamespace(layers=[2])
+    source = StatesSource(server, trunk, (), [], torch.float32, trunk.last_norm())
+    states_TLD = torch.randn(5, 1, trunk.state_width)
+    expected_TD = trunk.of_last_layer(states_TLD[:, 0])
+    with trunk.computing_in(torch.bfloat16):
+        assert torch.equal(source.hidden(states_TLD), expected_TD)
