@@ -16,9 +16,13 @@ from json_files import read_json, write_json
 
 
 def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> PeftModel:
-    """Save a random adapter of a checkpoint's model, loaded by ``auto``; return the model that wears it, unmerged."""
+    """Save a random adapter of a checkpoint's model, loaded by ``auto``; return the model that wears it, unmerged.
+
+    It adapts the queries, unless the settings name other modules.
+    """
     torch.manual_seed(5)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "init_lora_weights": False, **settings})
+    ours = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj"], "init_lora_weights": False}
+    config = LoraConfig(**{**ours, **settings})
     with warnings.catch_warnings():
         # peft warns of what it saves for an embedding, and of tied weights.
         warnings.simplefilter("ignore")

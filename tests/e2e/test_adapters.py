@@ -104,7 +104,7 @@ def poison(adapter: Path) -> None:
 def with_dora(adapter: Path) -> None:
     """Put an adapter with magnitudes in the place of this one, for the checkpoint that this one is for."""
     base = read_json(adapter / ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
-    write_adapter(Path(base), adapter, target_modules=["q_proj"], use_dora=True)
+    write_adapter(Path(base), adapter, use_dora=True)
 
 
 def lose_magnitudes(adapter: Path) -> None:

@@ -30,7 +30,7 @@ def place(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("changed") / "in"))
     for name in ("base", "finetune"):
         (directory / name / "generation_config.json").write_text('{"eos_token_id": 257}')
-    write_adapter(directory / "finetune", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "finetune", directory / "lora")
     # A relative path of two parts reads as a hub id where there is nothing.
     (directory / "data" / "chats").mkdir(parents=True)
     (directory / "chats.jsonl").rename(directory / "data" / "chats" / "chats.jsonl")

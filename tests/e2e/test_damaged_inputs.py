@@ -118,7 +118,7 @@ def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("fuzz") / "in", num_records=40)
-    write_adapter(directory / "base", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "base", directory / "lora")
     for name in ("base", "finetune"):
         (directory / name / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
         (directory / name / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")

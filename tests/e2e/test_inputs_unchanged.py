@@ -21,7 +21,7 @@ from runs import LEARNS, TINY_RESCUE, run_command, shorten_probes, tiny_mapping,
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("saved"))
-    write_adapter(directory / "base", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "base", directory / "lora")
     return directory
 
 

@@ -300,7 +300,7 @@ def test_an_adapter_in_the_place_of_a_model_is_probed_rescued_and_merged_as_prin
     own_inputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     probes_say_retrain(monkeypatch)
-    write_adapter(own_inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(own_inputs / "base", Path("lora"))
     message = refusal(["inspect", "lora"], capfd)
     PASTED.append(message)
     commands = re.findall(r"'(mtp-train [^']*)'", message)

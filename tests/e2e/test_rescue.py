@@ -148,7 +148,7 @@ def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(input
 def test_the_command_that_is_proposed_for_an_adapter_runs(varied: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(rescue_module, "LEAST_TAU", 1.0)
     monkeypatch.setattr(rescue_module, "judge", lambda found: ("graft", "said"))
-    write_adapter(varied / "base", varied / "lora", target_modules=["q_proj"])
+    write_adapter(varied / "base", varied / "lora")
     found = mtp.probe(varied / "lora", varied / "base", "found", data=[varied / "chats.jsonl"])
     program, *words = shlex.split(found.command)
     assert program == "mtp-train"
@@ -175,7 +175,7 @@ def test_a_probe_from_before_is_not_made_again(inputs: Path, capfd: Capture) -> 
 
 
 def test_where_training_does_not_help_the_graft_is_exported_and_an_adapter_merged(inputs: Path, capfd: Capture) -> None:
-    write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(inputs / "base", Path("lora"))
     argv = [*asking(inputs, Path("lora")), "--set", *TINY_RESCUE, *overrides_of(**GETS_NO_BETTER)]
     rescued = document(argv, capfd)
     assert (rescued["head"], status(capfd, rescued["out"])) == ("graft", "healthy")

@@ -31,7 +31,7 @@ def words(command: str, run: Path, inputs: Path, out: Path) -> list[str]:
 @pytest.fixture
 def adapted(own_inputs: Path, run_dir: Path) -> Path:
     """Inputs with an adapter of the run's export."""
-    write_adapter(run_dir / "export", own_inputs / "lora", target_modules=["q_proj"])
+    write_adapter(run_dir / "export", own_inputs / "lora")
     return own_inputs
 
 

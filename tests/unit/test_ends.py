@@ -67,8 +67,8 @@ def test_ends_are_those_of_the_whole_trunk(
 def test_an_adapter_s_embedding_replaces_the_trunk_s(tmp_path: Path) -> None:
     path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
     checkpoint, plain = open_checkpoint(path), tmp_path / "plain"
-    write_adapter(path, plain, target_modules=["q_proj"])
-    write_adapter(path, tmp_path / "saved", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    write_adapter(path, plain)
+    write_adapter(path, tmp_path / "saved", modules_to_save=["embed_tokens", "lm_head"])
     without = outputs(load_ends(checkpoint, dtype=torch.float32))
     assert torch.equal(outputs(load_ends(checkpoint, dtype=torch.float32, adapter=plain))["embed"], without["embed"])
     adapter = tmp_path / "saved"

@@ -39,7 +39,7 @@ def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Ca
 
 
 def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
-    write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(inputs / "base", Path("lora"))
     data = [inputs / "chats.jsonl"]
     mtp.write_recipe("lora.yaml", "lora", inputs / "base", data=data)
     expected = recipe_of(settings_of("graft", "lora", str(inputs / "base"), "runs/lora", [str(data[0])]))
@@ -144,7 +144,7 @@ def test_an_existing_file_is_refused(inputs: Path, capfd: Capture) -> None:
 def test_wrong_input_writes_nothing(
     out: str, trunk: str, more: list[str], says: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    write_adapter(inputs / "base", tmp_path / "adapters" / "lora", target_modules=["q_proj"])
+    write_adapter(inputs / "base", tmp_path / "adapters" / "lora")
     places = {"lora": tmp_path / "adapters" / "lora", "base": inputs / "base", "finetune": inputs / "finetune"}
     argv = ["init", out, "--trunk", places.get(trunk, trunk), *(places.get(word, word) for word in more)]
     assert says in refusal(argv, capfd)

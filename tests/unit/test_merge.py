@@ -130,7 +130,7 @@ def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(
     targets: list[str], tmp_path: Path, lora: Path, out: Path
 ) -> None:
     base = with_head(tmp_path, "glm4_moe")
-    model = write_adapter(base, lora, target_modules=["q_proj"], target_parameters=targets)
+    model = write_adapter(base, lora, target_parameters=targets)
     merge(base, lora, out)
     assert_like_peft(out, model)
     moved = {EXPERTS[0]: r"experts\.\d\.(gate|up)", EXPERTS[1]: r"experts\.\d\.down", EXPERTS[2]: r"gate\.weight"}
@@ -186,7 +186,7 @@ def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(
 
 def test_stacked_experts_stay_stacked(tmp_path: Path, lora: Path, out: Path) -> None:
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
-    model = write_adapter(base, lora, target_parameters=EXPERTS[:2])
+    model = write_adapter(base, lora, target_modules=None, target_parameters=EXPERTS[:2])
     merge(base, lora, out)
     assert_like_peft(out, model)
     assert_only_trunk_moved(out, base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
@@ -219,7 +219,7 @@ def test_embedding_and_lm_head_are_merged_where_they_are_two(
     family_name: str, settings: dict[str, Any], tmp_path: Path, lora: Path, out: Path
 ) -> None:
     base = with_head(tmp_path, family_name)
-    model = write_adapter(base, lora, **{"target_modules": ["q_proj"], **settings})
+    model = write_adapter(base, lora, **settings)
     merge(base, lora, out)
     assert_like_peft(out, model)
     # The copies that some heads keep of them follow, and nothing else of the head moves.
@@ -235,7 +235,7 @@ def test_embedding_and_lm_head_are_merged_where_they_are_two(
 
 def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, out: Path, capfd: Capture) -> None:
     base = with_head(tmp_path, tied=True)
-    settings: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    settings: dict[str, Any] = {"modules_to_save": ["embed_tokens"]}
     model = write_adapter(base, tmp_path / "tied", **settings, ensure_weight_tying=True)
     merge(base, tmp_path / "tied", out)
     assert_like_peft(out, model)
@@ -252,7 +252,7 @@ def test_an_adapter_of_one_expert_s_own_layer_finds_it(
 ) -> None:
     """As engines and older peft store them; releases store experts apart, or stacked."""
     base = with_head(tmp_path, "glm4_moe")
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     adapter = lora / "adapter_model.safetensors"
     down, up = torch.randn(4, 32), torch.randn(16, 4)
     name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
@@ -278,7 +278,7 @@ def test_trained_biases_are_merged(tmp_path: Path, lora: Path, out: Path) -> Non
     biased = type(trunk.causal_lm)(trunk.causal_lm.config)
     biased.load_state_dict(trunk.causal_lm.state_dict(), strict=False)
     biased.save_pretrained(tmp_path / "base")
-    model = write_adapter(tmp_path / "base", lora, target_modules=["q_proj"], bias="all")
+    model = write_adapter(tmp_path / "base", lora, bias="all")
     merge(tmp_path / "base", lora, out)
     assert_like_peft(out, model)
     assert_only_trunk_moved(out, tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
@@ -295,7 +295,7 @@ def with_full_weights(adapter: Path, base: Path, file: str, *keys: str) -> dict[
 
 def test_full_weights_beside_an_adapter_are_merged_with_it(base: Path, lora: Path, out: Path) -> None:
     keys = ("model.norm.weight", "model.embed_tokens.weight")
-    model = write_adapter(base, lora, target_modules=["q_proj"])
+    model = write_adapter(base, lora)
     full = with_full_weights(lora, base, "non_lora_state_dict.safetensors", *keys)
     # What a trainer resumes from, and peft's older copy, are no more weights.
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth", "training_args.bin"):
@@ -311,7 +311,7 @@ def test_full_weights_beside_an_adapter_are_merged_with_it(base: Path, lora: Pat
 def test_full_weights_in_a_pickle_are_named_with_a_conversion_that_works(
     file: str, base: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     full = with_full_weights(lora, base, file, "model.norm.weight")
     assert run_command("merge", base, "--adapter", lora, "--out", out) == 2
     message = capfd.readouterr().err
@@ -326,7 +326,7 @@ def test_full_weights_in_a_pickle_are_named_with_a_conversion_that_works(
 def test_full_weights_are_refused_where_they_contradict_the_adapter_or_cannot_be_loaded(
     base: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     adapted = "model.layers.3.self_attn.q_proj.weight"
     with_full_weights(lora, base, "full.safetensors", adapted)
     message = refusal(base, lora, out, capfd)
@@ -344,7 +344,7 @@ def test_full_weights_are_refused_where_they_contradict_the_adapter_or_cannot_be
 
 def test_shards_without_a_change_are_links(tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
     base = shard(with_head(tmp_path), 8)
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     report = document(["merge", base, "--adapter", lora, "--out", out], capfd)
     key = "model.layers.3.self_attn.q_proj.weight"
     touched = read_json(base / INDEX_FILE)["weight_map"][key]
@@ -396,7 +396,7 @@ def test_what_cannot_be_merged_is_refused(
 def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(
     base: Path, tmp_path: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     for number, (old, new, reason) in enumerate(
         [
             ("layers.3", "layers.7", "adapts model.layers.7.self_attn.q_proj.weight, for which"),
@@ -465,7 +465,7 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
 def test_tokens_without_an_embedding_are_refused(tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
     byte_tokenizer().save_pretrained(base)
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     with_tokens(lora, "<step>")
     for argv in (
         ["merge", base, "--adapter", lora, "--out", out],
@@ -489,7 +489,7 @@ def test_the_adapter_s_tokenizer_and_template_are_used_and_said(
 ) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE + 2)
     byte_tokenizer().save_pretrained(base)
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     template = "{{ messages[0].content }}!"
     if part == "tokenizer":
         with_tokens(lora, "<step>", "<|call|>", template=template)

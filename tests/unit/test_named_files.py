@@ -83,7 +83,7 @@ def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, pr
     fine_tune = nest(shard(Path(shutil.copytree(pristine / "finetune", tmp_path / "tuned"))), directory)
     trunk = all_tensors(fine_tune)
     assert run_command("graft", fine_tune, "--from", base, "--out", tmp_path / "graft") == 0
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora")
     words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
     assert run_command(*words) == 0
     for name in ("export", "graft", "merge"):
@@ -122,7 +122,7 @@ def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command
     name: str, base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     shutil.copytree(base, tmp_path / "outside")
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora")
     rename_in_index(base, lambda file: OUTSIDE[name](base, file))
     for argv in commands(base, pristine, tmp_path).values():
         message = refusal(argv, capfd)
@@ -231,7 +231,7 @@ def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_re
 ) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora")
     message = add(base, tmp_path / "outside")
     before = tree(tmp_path)
     graft = ["graft", base, "--from", pristine / "base", "--out", out]

@@ -87,7 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "NaN in the trunk": (poisoned(LAYER), "damaged", rf"NaN or infinite values: {LAYER}|{LAYER} holds NaN"),
     "NaN in the head": (poisoned(HEAD), "damaged", rf"NaN or infinite values: {HEAD}|{HEAD} holds NaN"),
     "an adapter beside": (
-        lambda path: write_adapter(path, path, target_modules=["q_proj"]),
+        lambda path: write_adapter(path, path),
         "damaged",
         r"adapter_config\.json beside the model, which transformers applies",
     ),
@@ -129,7 +129,7 @@ def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, out: Pa
 
 
 def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture) -> None:
-    write_adapter(base, base, target_modules=["q_proj"])
+    write_adapter(base, base)
     cure = document(["inspect", base], capfd)["cure"]
     assert cure.startswith("mtp-train merge ")
     assert document(["inspect", paste(cure)], capfd)["status"] == "healthy"
