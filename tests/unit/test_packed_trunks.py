@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_heads import compressed, gptq, int4, nf4, nvfp4
+from test_packed_heads import METHODS, Pack, int4, nf4
 from test_quantised import METHODS as LISTS
 from test_quantised import head_layers, quantisation, quantise
 from torch import Tensor
@@ -68,15 +68,12 @@ def half_quadratic(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     return {f"{module}.W_q": torch.ones(shape[0] // 2, shape[1], dtype=torch.uint8), **beside}
 
 
-FORMS: dict[str, tuple[Callable[[str, tuple[int, ...]], dict[str, Tensor]], dict[str, Any]]] = {
-    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+FORMS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    **METHODS,
     "fp4, as bitsandbytes first declared it": (nested_fp4, {"load_in_4bit": True, "load_in_8bit": False}),
     "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
     "channels": (channels, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
     "awq": (activation_aware, {"quant_method": "awq", "bits": 4}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
-    "modelopt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
     "modelopt fp8": (static_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
     "hqq": (half_quadratic, {"quant_method": "hqq"}),
 }

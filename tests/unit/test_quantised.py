@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
+from test_packed_heads import int4
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -58,9 +59,7 @@ def pack(path: Path, settings: dict[str, Any]) -> None:
     """Store some matrices of the trunk as four-bit methods do: other keys, dtypes and shapes."""
     tensors = all_tensors(path)
     for key in [key for key in tensors if key.endswith("self_attn.q_proj.weight")]:
-        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
-        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
+        tensors |= int4(key.removesuffix(".weight"), tensors.pop(key).shape)
     save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings})
 

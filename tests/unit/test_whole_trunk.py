@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_packed_heads import int4
 from torch import Tensor
 from transformers.integrations import deepspeed
 
@@ -190,14 +191,7 @@ def test_a_launch_with_zero_3_is_checked_like_any_other(base: Path) -> None:
 
 def packed(path: Path, key: str) -> None:
     """Store a matrix as four-bit methods do."""
-
-    def pack(tensors: Tensors) -> None:
-        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
-        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}qzeros"] = torch.ones(1, shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
-
-    rewrite(path, pack)
+    rewrite(path, lambda tensors: tensors.update(int4(key.removesuffix(".weight"), tensors.pop(key).shape)))
 
 
 def in_fp8(path: Path, key: str, scales: str = "weight_scale_inv") -> None:
