@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from checkpoints import save_tensors
+from json_files import read_json, write_json
 
 
 def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM, **settings: Any) -> PeftModel:
-    """Save a random adapter of a checkpoint's model, loaded by ``auto``; return the model that wears it, unmerged."""
+    """Save a random adapter of a checkpoint's model, loaded by ``auto``; return the model that wears it, unmerged.
+
+    It adapts the queries, unless the settings name other modules.
+    """
     torch.manual_seed(5)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "init_lora_weights": False, **settings})
+    ours = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj"], "init_lora_weights": False}
+    config = LoraConfig(**{**ours, **settings})
     with warnings.catch_warnings():
         # peft warns of what it saves for an embedding, and of tied weights.
         warnings.simplefilter("ignore")
@@ -31,13 +37,13 @@ def write_adapter(checkpoint: Path, out: Path, auto: Any = AutoModelForCausalLM,
 def rewrite_config(adapter: Path, **fields: Any) -> None:
     """Change fields of an adapter's config."""
     file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    write_json(file, read_json(file) | fields)
 
 
 def rename_keys(adapter: Path, old: str, new: str) -> None:
     """Rename an adapter's tensors."""
     file = adapter / "adapter_model.safetensors"
-    save_file({key.replace(old, new): value for key, value in load_file(file).items()}, file, {"format": "pt"})
+    save_tensors({key.replace(old, new): value for key, value in load_file(file).items()}, file)
 
 
 def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.heads.diagnose import layout_of
+from json_files import read_json, write_json
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.heads.build import build_head, graft_plan
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
@@ -37,6 +38,11 @@ WRAPPER_CONFIG_4: dict[str, Any] = {
     "model_type": "qwen4_exp",
     "vision_config": {**WRAPPER_CONFIG["vision_config"], "model_type": "qwen4_exp_vision"},
 }
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Save a file of weights with the format in it, without which transformers refuses the file."""
+    save_file(tensors, file, {"format": "pt"})
 
 
 def save_stripped(trunk: Trunk, path: Path) -> Path:
@@ -66,7 +72,7 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
             layer = layout.num_hidden_layers + module
             native = shared.format(trunk=layout.trunk_prefix, layer=layer, module=module)
             tensors[native] = tensors[source].clone()
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     return path
 
 
@@ -86,20 +92,20 @@ def base_and_finetune(
 
 def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
     """Set fields of the text config, remove those that are None."""
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     text_config = config.get("text_config", config)
     text_config.update(fields)
     for field, value in fields.items():
         if value is None:
             del text_config[field]
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = SINGLE_FILE) -> Path:
     """Change the tensors of one file of weights in place."""
     tensors = load_file(path / file)
     change(tensors)
-    save_file(tensors, path / file, metadata={"format": "pt"})
+    save_tensors(tensors, path / file)
     return path
 
 
@@ -114,7 +120,7 @@ def fuse_experts(path: Path) -> Path:
         }
         tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
         tensors[f"{prefix}down_proj"] = parts["down_proj"]
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     return path
 
 
@@ -124,31 +130,29 @@ def shard(path: Path, num_shards: int = 3) -> Path:
     files = [f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors" for index in range(num_shards)]
     weight_map = {key: files[number % num_shards] for number, key in enumerate(sorted(tensors))}
     for file in files:
-        save_file(
-            {key: value for key, value in tensors.items() if weight_map[key] == file}, path / file, {"format": "pt"}
-        )
+        save_tensors({key: value for key, value in tensors.items() if weight_map[key] == file}, path / file)
     total = sum(value.numel() * value.element_size() for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
     (path / SINGLE_FILE).unlink()
     return path
 
 
 def wrap_as_vision_language(path: Path, wrapper: Mapping[str, Any] = WRAPPER_CONFIG) -> Path:
     """Turn a text-only Qwen3.5 or Qwen4-Exp checkpoint into the layout of a vision-language release."""
-    text_config = json.loads((path / "config.json").read_text())
+    text_config = read_json(path / "config.json")
     text_config.pop("architectures")
     config = {**wrapper, "text_config": text_config, "tie_word_embeddings": text_config["tie_word_embeddings"]}
     tensors = {_wrapped_key(key): value for key, value in load_file(path / SINGLE_FILE).items()}
     tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
+    save_tensors(tensors, path / SINGLE_FILE)
+    write_json(path / "config.json", config)
     return path
 
 
 def wrap_text_config(path: Path, model_type: str) -> None:
     """Put a text model's config into a wrapper's, with a section for the head, as Inkling's releases have it."""
-    text_config = json.loads((path / "config.json").read_text())
+    text_config = read_json(path / "config.json")
     section = {
         name: text_config.pop(field)
         for name, field in (
@@ -159,11 +163,17 @@ def wrap_text_config(path: Path, model_type: str) -> None:
     }
     del text_config["model_type"], text_config["architectures"]
     config = {"architectures": ["X"], "model_type": model_type, "text_config": text_config, "mtp_config": section}
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
 
 
 def _wrapped_key(key: str) -> str:
     return "model.language_model." + key.removeprefix("model.") if key.startswith("model.") else key
+
+
+def own_head(checkpoint: Checkpoint) -> MtpHead:
+    """Load a checkpoint's head in fp32."""
+    plan = graft_plan(checkpoint, checkpoint, "auto")
+    return build_head(plan, text_config_of(checkpoint), dtype=torch.float32).eval()
 
 
 def all_tensors(path: Path) -> dict[str, Tensor]:

@@ -87,6 +87,18 @@ def fresh_state() -> Iterator[None]:
         GradientState._reset_state()
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A path to write to, at which there is nothing."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Path:
+    """The path of a run directory that does not exist yet."""
+    return tmp_path / "run"
+
+
 # Imports inside: most tests read no datasets, and need no run.
 @pytest.fixture
 def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -97,6 +109,20 @@ def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Qwen3.5 with its head."""
+    from checkpoints import base_and_finetune
+
+    return base_and_finetune(tmp_path, "qwen3_5")[0]
+
+
+@pytest.fixture
+def finetune(base: Path) -> Path:
+    """A fine-tune of it without a head."""
+    return base.with_name("finetune")
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

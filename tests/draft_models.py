@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import save_stripped
+from json_files import read_json
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
@@ -55,4 +55,4 @@ class DraftModelToWrite:
     def write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Write it; return its tensors and its config."""
         write_draft_checkpoint(self.source, self.artifact, self.head.config, self.out)
-        return load_file(self.out / SINGLE_FILE), json.loads((self.out / "config.json").read_text())
+        return load_file(self.out / SINGLE_FILE), read_json(self.out / "config.json")

@@ -18,13 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from mtp_train.checkpoints.artifact import WEIGHTS_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
+from repository import RECIPES, REPOSITORY
 from runs import tree
 
-ROOT = Path(__file__).parents[1]
-CPU_SHARDS = ROOT / "tests" / "cpu_shards.py"
-MACHINES = ROOT / "recipes" / "accelerate"
+CPU_SHARDS = REPOSITORY / "tests" / "cpu_shards.py"
+MACHINES = RECIPES / "accelerate"
 DEADLINE_SECONDS = 600.0
 COMMAND_LINE = ("-m", "mtp_train")
 # OMP_NUM_THREADS=1 of a launched process counts as the launcher's default.
@@ -35,7 +36,7 @@ def environment(**variables: str) -> dict[str, str]:
     """Return this environment without what a launcher set in it, and without an accelerator."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     found = filter(None, (os.environ.get("PYTHONPATH"),))
-    paths = os.pathsep.join([*map(str, (ROOT, ROOT / "inference", ROOT / "tests")), *found])
+    paths = os.pathsep.join([*map(str, (REPOSITORY, REPOSITORY / "inference", REPOSITORY / "tests")), *found])
     return {**kept, "PYTHONPATH": paths, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
@@ -57,7 +58,7 @@ def start(
 def told_by(program: str, *words: object, env: Mapping[str, str]) -> Any:
     """Run a program of this directory, and return the JSON document in its last line."""
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / program, *map(str, words)],
+        [sys.executable, REPOSITORY / "tests" / program, *map(str, words)],
         env=env,
         capture_output=True,
         text=True,
@@ -99,7 +100,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text())
+    found: dict[str, Any] = read_json(run_dir / "outcome.json")
     return found
 
 
@@ -149,7 +150,7 @@ def left_by(run_dir: Path) -> Iterator[Any]:
     yield {path.name: sorted(path.read_text().splitlines()) for path in run_dir.glob("data/*/regenerated-*.jsonl")}
     yield [[line[field] for field in LOGGED] for line in metrics(run_dir)]
     yield {name: value.numpy().tobytes() for name, value in head(run_dir).items()}
-    yield outcome(run_dir)["exit_code"], json.loads((run_dir / "report.json").read_text())["arms"]["retrained"]["tau"]
+    yield outcome(run_dir)["exit_code"], read_json(run_dir / "report.json")["arms"]["retrained"]["tau"]
     files = tree(run_dir / "export")
     # The model card names speeds, which no two runs share.
     assert files.pop("README.md") is not None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import shard
+from checkpoints import save_tensors, shard
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
 
 OLD_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -32,15 +32,15 @@ def changed(tensors: Tensors) -> dict[str, Tensor]:
 
 def head_outside_of_the_index(path: Path, head: Tensors) -> Path:
     """Shards, and another head in a file that no index names, under the name that an export chooses."""
-    save_file(changed(head), shard(path) / "model-mtp.safetensors", {"format": "pt"})
+    save_tensors(changed(head), shard(path) / "model-mtp.safetensors")
     return path
 
 
 def keys_outside_of_the_index(path: Path, head: Tensors) -> Path:
     """Shards of which the index lists the trunk's tensors alone."""
-    index = json.loads((shard(path) / INDEX_FILE).read_text())
+    index = read_json(shard(path) / INDEX_FILE)
     index["weight_map"] = {key: file for key, file in index["weight_map"].items() if key not in head}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
     return path
 
 
@@ -50,13 +50,13 @@ def old_shards(path: Path, head: Tensors) -> Path:
     for number, (key, value) in enumerate(changed(load_file(path / SINGLE_FILE)).items()):
         halves[number % 2].setdefault(key, value)
     for name, half in zip(OLD_SHARDS, halves, strict=True):
-        save_file(half, path / name, {"format": "pt"})
+        save_tensors(half, path / name)
     return path
 
 
 def one_old_shard(path: Path, head: Tensors) -> Path:
     """A single file, and one shard of an earlier save, under the name that an export gives its new shard."""
-    save_file(changed(head), path / OLD_SHARDS[1], {"format": "pt"})
+    save_tensors(changed(head), path / OLD_SHARDS[1])
     return path
 
 

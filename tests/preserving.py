@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from tiny import VOCAB_SIZE
+from tiny import random_tokens
 
 LEARNING_RATE = 1e-3
 
 
 def random_rows(num_rows: int = 8, num_tokens: int = 12) -> list[dict[str, torch.Tensor]]:
     """Return rows as a causal language model's trainer takes them."""
-    tokens_BT = torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
+    tokens_BT = random_tokens(num_tokens, num_rows)
     return [{"input_ids": tokens_T, "labels": tokens_T} for tokens_T in tokens_BT]
 
 

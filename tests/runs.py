@@ -26,6 +26,7 @@ from tiny import tiny_trunk
 from wrapped import save_wrapped
 
 BYTE_VOCAB_SIZE = 259
+Capture = pytest.CaptureFixture[str]
 
 
 def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int = 24) -> Path:
@@ -176,10 +177,15 @@ def shorten_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "SHORT", rescue.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
 
 
-def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:
+def run_command(*words: Any) -> int:
+    """Run a command in this process, and return its exit code."""
+    return main([str(word) for word in words])
+
+
+def refusal(argv: list[Any], capfd: Capture) -> str:
     """Run a command that must exit 2 with one message: where, found, expected, what to do. Return the message."""
     capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
+    assert run_command(*argv) == 2
     message = capfd.readouterr().err
     assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message), message
     return message
@@ -193,10 +199,10 @@ def paste(command: str | None) -> Path:
     return Path(words[-1])
 
 
-def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:
+def document(argv: list[Any], capfd: Capture, exit_code: int = 0) -> Any:
     """Run a command with ``--json`` and return the one document that it printed."""
     capfd.readouterr()
-    assert main([*(str(word) for word in argv), "--json"]) == exit_code
+    assert run_command(*argv, "--json") == exit_code
     return json.loads(capfd.readouterr().out)
 
 

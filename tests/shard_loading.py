@@ -6,7 +6,6 @@ with a truncated file in the last process.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from transformers import core_model_loading
 
 from checkpoints import save_stripped
 from cpu_shards import pretend_to_have_gpus
+from json_files import write_json
 from mtp_train.errors import CheckpointError
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.shard import layer_sharder
@@ -168,6 +168,6 @@ if __name__ == "__main__":
     compared = {case: joined.gather_items([compare(case, beside, joined)]) for case in wanted}
     result = {"compared": compared, "errors": damaged(wanted[0], beside, joined)}
     if joined.is_main_process:
-        Path(into).write_text(json.dumps(result))
+        write_json(Path(into), result)
     joined.wait_for_everyone()
     leave(0)

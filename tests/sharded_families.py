@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from cpu_shards import pretend_to_have_gpus
 from documents import random_documents
+from json_files import write_json
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.recipe.sections import LoraSection
@@ -244,4 +244,4 @@ if __name__ == "__main__":
     kept = {case: gather_object([keep(case, joined)._asdict()]) for case in KEPT_CASES}
     trained = {case: train(case, joined)._asdict() for case in CASES}
     if joined.is_main_process:
-        Path(sys.argv[1]).write_text(json.dumps({"kept": kept, "trained": trained}))
+        write_json(Path(sys.argv[1]), {"kept": kept, "trained": trained})

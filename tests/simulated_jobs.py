@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from documents import random_documents
+from json_files import read_json
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_train.cli.main import main as command_line
@@ -249,8 +250,8 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
         command_line(["generate", *given, "--prompt", "say 1"]),
         command_line(["evaluate", *given, *grid, "--out", str(directory / "evaluated")]),
     ]
-    report = json.loads((run_dir / "report.json").read_text())
-    settings = json.loads((directory / "evaluated" / "report.json").read_text())["settings"]
+    report = read_json(run_dir / "report.json")
+    settings = read_json(directory / "evaluated" / "report.json")["settings"]
     return {
         "codes": codes,
         "rounds": report["arms"]["retrained"]["rounds"],

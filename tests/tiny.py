@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.data.pack import PackedBatch
@@ -104,6 +104,11 @@ def nearly_tiny(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE, noise: f
     with torch.no_grad():
         model.lm_head_VD.add_(noise * noise_VD)
     return model
+
+
+def random_tokens(num_tokens: int, num_rows: int = 1, seed: int = 3) -> Tensor:
+    """Return rows of random tokens."""
+    return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def rows_on(trunk: Trunk, head: MtpHead, batch: PackedBatch, num_depths: int, **options: Any) -> AlignedRows:

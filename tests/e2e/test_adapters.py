@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,11 @@ import torch
 from adapters import rename_keys, rewrite_config, write_adapter
 from byte_tokenizer import CHATML
 from checkpoints import all_tensors, rewrite
+from json_files import read_json
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import layout_of
-from runs import LEARNS, document, refusal, tree, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import LEARNS, Capture, document, refusal, run_command, tree, write_recipe
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def test_an_adapter_decodes_unmerged_as_it_does_merged(
     pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     base, merged = pristine / "base", tmp_path / "merged"
-    assert main(["merge", str(base), "--adapter", str(adapter), "--out", str(merged)]) == 0
+    assert run_command("merge", base, "--adapter", adapter, "--out", merged) == 0
     expected = tokens([merged, "--depth", "0"], capfd)
     assert tokens([base, "--adapter", adapter, "--depth", "0"], capfd) == expected
     assert tokens([base, "--adapter", adapter, "--depth", "3"], capfd) == expected
@@ -59,10 +56,10 @@ def test_an_adapter_decodes_unmerged_as_it_does_merged(
     ],
 )
 def test_an_adapter_in_the_place_of_a_checkpoint_is_named_with_its_cure(
-    command: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+    command: str, pristine: Path, adapter: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
     base = pristine / "base"
-    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, new_run)
     for word, path in {"LORA": adapter, "BASE": base, "OUT": tmp_path / "out", "RECIPE": recipe}.items():
         command = command.replace(word, str(path))
     message = refusal(command.split(" "), capfd)
@@ -76,7 +73,7 @@ def test_an_adapter_in_the_place_of_a_checkpoint_is_named_with_its_cure(
     unmerged = f"model.trunk={base} model.adapter={adapter}"
     assert unmerged in message
     if command.startswith("run "):
-        assert main(["check", str(recipe), *unmerged.split(" ")]) == 0
+        assert run_command("check", recipe, *unmerged.split(" ")) == 0
     rewrite_config(adapter, base_model_name_or_path=None)
     assert "mtp-train merge BASE --adapter" in refusal(command.split(" "), capfd)
 
@@ -106,8 +103,8 @@ def poison(adapter: Path) -> None:
 
 def with_dora(adapter: Path) -> None:
     """Put an adapter with magnitudes in the place of this one, for the checkpoint that this one is for."""
-    base = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())["base_model_name_or_path"]
-    write_adapter(Path(base), adapter, target_modules=["q_proj"], use_dora=True)
+    base = read_json(adapter / ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
+    write_adapter(Path(base), adapter, use_dora=True)
 
 
 def lose_magnitudes(adapter: Path) -> None:
@@ -175,20 +172,20 @@ def test_an_adapter_that_would_not_take_effect_is_refused_merged_or_not(
 # Before an export the adapter would be merged, else it is put on a trunk without weights.
 @pytest.mark.parametrize(("exports", "name"), [(True, "changed base"), (False, "renamed modules")])
 def test_a_run_refuses_such_an_adapter_before_training(
-    exports: bool, name: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+    exports: bool, name: str, pristine: Path, adapter: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
     damage, message = DAMAGES[name]
     damage(adapter)
-    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", export__enabled=exports)
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, new_run, export__enabled=exports)
     argv = ["run", recipe, f"model.trunk={pristine / 'base'}", f"model.adapter={adapter}"]
     assert re.search(message, refusal(argv, capfd))
-    assert not (tmp_path / "run" / "state").exists()
+    assert not (new_run / "state").exists()
 
 
 def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
-    pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+    pristine: Path, adapter: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
-    base, run_dir = pristine / "base", tmp_path / "run"
+    base, run_dir = pristine / "base", new_run
     # Chats are trained on, and served, as the adapter was trained on them.
     template = f"{CHATML}{{# the adapter's #}}"
     (adapter / "chat_template.jinja").write_text(template)

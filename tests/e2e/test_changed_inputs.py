@@ -19,9 +19,8 @@ from mtp_train.evaluation import run as study_run
 from mtp_train.evaluation.results import load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import document, refusal, tree, write_recipe
+from runs import Capture, document, refusal, run_command, tree, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -31,7 +30,7 @@ def place(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("changed") / "in"))
     for name in ("base", "finetune"):
         (directory / name / "generation_config.json").write_text('{"eos_token_id": 257}')
-    write_adapter(directory / "finetune", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "finetune", directory / "lora")
     # A relative path of two parts reads as a hub id where there is nothing.
     (directory / "data" / "chats").mkdir(parents=True)
     (directory / "chats.jsonl").rename(directory / "data" / "chats" / "chats.jsonl")
@@ -160,10 +159,7 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     assert tree(finished / "run").keys() == before.keys()
 
 
-def test_an_export_of_another_trunk_than_was_measured_is_refused(
-    finished: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    out = tmp_path / "out"
+def test_an_export_of_another_trunk_than_was_measured_is_refused(finished: Path, out: Path, capfd: Capture) -> None:
     forms: list[list[str]] = [[], ["--head-only"], ["--gguf", "f16"]]
     with changed(finished / "finetune" / "model.safetensors", flip):
         for form in forms:
@@ -196,33 +192,37 @@ def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
     return [*command, "--suite", inputs / "chats.jsonl", *small, "--out", out]
 
 
-def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_study_is_not_read_or_continued_for_other_arms(
+    pristine: Path, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     inputs = shutil.copytree(pristine, tmp_path / "in")
     arms = [f"vanilla={inputs / 'base'}", f"graft={inputs / 'finetune'}+{inputs / 'base'}"]
-    argv = study(tmp_path / "out", inputs, *arms)
+    argv = study(out, inputs, *arms)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(study_run, "assemble", killed)
         with pytest.raises(KeyboardInterrupt):
-            main([str(word) for word in argv])
+            run_command(*argv)
     for finishes in (False, True):
-        before = tree(tmp_path / "out")
+        before = tree(out)
         with changed(inputs / "base" / "model.safetensors", flip):
             said = refusal(argv, capfd)
-        assert f"{tmp_path / 'out'}: inputs changed since it was begun: vanilla: trunk ({inputs / 'base'})" in said
+        assert f"{out}: inputs changed since it was begun: vanilla: trunk ({inputs / 'base'})" in said
         assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
         assert "Restore the old files, or choose another --out for the new ones." in said
         with changed(inputs / "finetune" / "tokenizer.json", more):
             assert "graft: trunk (" in refusal(argv, capfd)
         with changed(inputs / "chats.jsonl", lambda path: path.write_text(path.read_text().replace("say", "tell"))):
             assert "another study (its prompt_texts differ" in refusal(argv, capfd)
-        assert tree(tmp_path / "out") == before
+        assert tree(out) == before
         copied(inputs)
         report = document(argv, capfd)
         assert list(report["arms"])[1] == "vanilla"
         assert finishes == ("report.json" in before)
 
 
-def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(
+    pristine: Path, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     base = Path(shutil.copytree(pristine / "base", tmp_path / "base"))
     load = study_run.load_arm_trunk
 
@@ -232,7 +232,5 @@ def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, 
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(study_run, "load_arm_trunk", rewriting)
-        assert "base: trunk changed while it was measured" in refusal(
-            study(tmp_path / "out", pristine, str(base)), capfd
-        )
-    assert not (tmp_path / "out" / "study.json").exists()
+        assert "base: trunk changed while it was measured" in refusal(study(out, pristine, str(base)), capfd)
+    assert not (out / "study.json").exists()

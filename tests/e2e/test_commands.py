@@ -16,23 +16,19 @@ from safetensors.torch import load_file
 
 from launching import outcome
 from mtp_inference import SpeculativeDecoder
-from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import Trunk, load_trunk
-from runs import copy_run, document, refusal, tree, write_recipe
-
-ROOT = Path(__file__).parents[2]
-Capture = pytest.CaptureFixture[str]
-
+from repository import RECIPES, REPOSITORY
+from runs import Capture, copy_run, document, refusal, run_command, tree, write_recipe
 
 # check
 
 
 def test_check_prints_the_resolved_recipe_and_the_plan(recipe: Path, tmp_path: Path, capfd: Capture) -> None:
-    assert main(["check", str(recipe), "train.lr=3e-3", "--show", "recipe"]) == 0
+    assert run_command("check", recipe, "train.lr=3e-3", "--show", "recipe") == 0
     (tmp_path / "printed.yaml").write_text(capfd.readouterr().out)
     assert load_recipe(tmp_path / "printed.yaml") == load_recipe(recipe, ["train.lr=3e-3"])
-    assert main(["check", str(recipe), "train.lr=3e-3"]) == 0
+    assert run_command("check", recipe, "train.lr=3e-3") == 0
     printed = capfd.readouterr().out
     assert "\nsteps: 30 of 4 x 96 tokens (0.01 M in all) on 1 process(es), 4 micro-batch(es) each; fp32" in printed
     assert "\n  ollama / lm studio, mlx, exllamav3: not verified by this project\n" in printed
@@ -49,8 +45,8 @@ def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, capfd: Ca
     assert "model.offload: cpu, with 2 processes; expected one" in message
 
 
-def test_check_touches_no_weights(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", own_inputs, tmp_path / "run")
+def test_check_touches_no_weights(own_inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", own_inputs, new_run)
     expected = document(["check", recipe], capfd)
     spoilt = list(own_inputs.rglob("*.safetensors"))
     assert len(spoilt) == 2
@@ -62,22 +58,22 @@ def test_check_touches_no_weights(own_inputs: Path, tmp_path: Path, capfd: Captu
     assert document(["check", recipe], capfd) == expected
     assert tree(tmp_path) == before
     # The same files stop a command that reads weights.
-    assert main(["generate", str(own_inputs / "base"), "--prompt", "x"]) == 2
+    assert run_command("generate", own_inputs / "base", "--prompt", "x") == 2
 
 
 # regenerate
 
 
 def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = {"max_new_tokens": 6, "batch_size": 2}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=data)
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, data__regenerate=data)
     counts = document(["regenerate", recipe], capfd)
-    (file,) = (tmp_path / "run" / "data").glob("*/*.jsonl")
+    (file,) = (new_run / "data").glob("*/*.jsonl")
     written = file.read_bytes()
     assert counts["responses"] == len(written.splitlines())
-    assert not (tmp_path / "run" / "head").exists()
+    assert not (new_run / "head").exists()
     batches: list[int] = []
     generate = SpeculativeDecoder.generate
 
@@ -94,14 +90,14 @@ def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
     assert document(["regenerate", recipe], capfd) == counts
     assert len(batches) == 1
     monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(["run", str(recipe)]) == 143
+    assert run_command("run", recipe) == 143
     assert sorted(file.read_bytes().splitlines()) == sorted(written.splitlines())
-    assert outcome(tmp_path / "run")["stage"] == "train"
+    assert outcome(new_run)["stage"] == "train"
 
 
 @pytest.mark.parametrize(("slow", "answered_in"), [(False, "bfloat16"), (True, "float32")])
 def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
-    slow: bool, answered_in: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: bool, answered_in: str, inputs: Path, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtypes: list[str] = []
     generate = SpeculativeDecoder.generate
@@ -126,29 +122,31 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
     monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", stopped)
     # The demo is stored in bf16. Without a gate nothing else is decoded before training.
     fields = ["model.trunk=demo:finetune", "model.head_from=demo:base", "data.regenerate={max_new_tokens: 4}"]
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", gate={"enabled": False})
-    assert main(["run", str(recipe), *fields]) == 143
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, gate={"enabled": False})
+    assert run_command("run", recipe, *fields) == 143
     assert set(dtypes[:-1]) == {answered_in}
     assert dtypes[-1] == "float32"
     loads.clear()
     # Alone, answers need one trunk.
-    assert main(["regenerate", str(recipe), *fields, f"run_dir={tmp_path / 'answers'}"]) == 0
+    assert run_command("regenerate", recipe, *fields, f"run_dir={tmp_path / 'answers'}") == 0
     assert loads == [getattr(torch, answered_in)]
 
 
-def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
+def test_regenerate_needs_a_recipe_that_regenerates(
+    inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run)
     message = refusal(["regenerate", recipe], capfd)
     assert "data.regenerate: null; expected a section. Write data.regenerate: {}." in message
-    assert not (tmp_path / "run").exists()
+    assert not new_run.exists()
 
 
 # export
 
 
 def test_export_of_a_run_is_what_the_run_exported(run_dir: Path, tmp_path: Path) -> None:
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "linked")]) == 0
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "copied"), "--copy"]) == 0
+    assert run_command("export", run_dir, "--out", tmp_path / "linked") == 0
+    assert run_command("export", run_dir, "--out", tmp_path / "copied", "--copy") == 0
     assert tree(tmp_path / "linked") == tree(tmp_path / "copied") == tree(run_dir / "export")
     trunk, head = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     assert (tmp_path / "linked" / trunk).samefile(run_dir / "export" / trunk)
@@ -159,7 +157,7 @@ def test_export_of_a_run_is_what_the_run_exported(run_dir: Path, tmp_path: Path)
 def test_a_run_gives_the_gguf_file_of_its_export(run_dir: Path, tmp_path: Path) -> None:
     found = {}
     for name, source in (("run", run_dir), ("export", run_dir / "export")):
-        assert main(["export", str(source), "--out", str(tmp_path / name), "--gguf", "q8_0"]) == 0
+        assert run_command("export", source, "--out", tmp_path / name, "--gguf", "q8_0") == 0
         (file,) = (tmp_path / name).iterdir()
         found[file.name] = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(file).tensors}
     # The file has the trunk's name, which the run records.
@@ -168,17 +166,19 @@ def test_a_run_gives_the_gguf_file_of_its_export(run_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("option", [[], ["--gguf", "f16"]], ids=["checkpoint", "gguf"])
-def test_export_respects_the_gate(refused: Path, tmp_path: Path, capfd: Capture, option: list[str]) -> None:
-    assert main(["export", str(refused.parent / "run"), "--out", str(tmp_path / "out"), *option]) == 3
+def test_export_respects_the_gate(refused: Path, tmp_path: Path, out: Path, capfd: Capture, option: list[str]) -> None:
+    assert run_command("export", refused.parent / "run", "--out", out, *option) == 3
     assert "lie above 0. The head as it was is not shown to be worse: mtp-train graft" in capfd.readouterr().err
     assert tree(tmp_path) == {}
 
 
-def test_export_of_a_run_that_was_never_measured_is_refused(run_dir: Path, tmp_path: Path, capfd: Capture) -> None:
-    unmeasured = copy_run(run_dir, tmp_path / "run", "report.json")
-    message = refusal(["export", unmeasured, "--out", tmp_path / "out"], capfd)
+def test_export_of_a_run_that_was_never_measured_is_refused(
+    run_dir: Path, new_run: Path, out: Path, capfd: Capture
+) -> None:
+    unmeasured = copy_run(run_dir, new_run, "report.json")
+    message = refusal(["export", unmeasured, "--out", out], capfd)
     assert "its head has not been measured; expected a run that reached the gate" in message
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 # --json, --help, and recipes as programs
@@ -201,23 +201,23 @@ def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Ca
     assert not (run_dir / "export").exists()
 
 
-def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def program(command: list[Any], cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     """Run a program as a user of this environment would."""
     paths = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")]),
     }
     return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
 
 
-def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path) -> None:
-    shipped = ROOT / "recipes" / "retrain_head.yaml"
+def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path, new_run: Path) -> None:
+    shipped = RECIPES / "retrain_head.yaml"
     assert os.access(shipped, os.X_OK)
-    helped = program([f"./{shipped.relative_to(ROOT)}", "--help"])
+    helped = program([f"./{shipped.relative_to(REPOSITORY)}", "--help"])
     assert (helped.returncode, helped.stderr) == (0, "")
     assert helped.stdout.startswith("usage: mtp-train run ")
     # Another one with the same first line: the program's exit code is the command's.
-    own = write_recipe(tmp_path / "own.yaml", inputs, tmp_path / "run", train__steps=3)
+    own = write_recipe(tmp_path / "own.yaml", inputs, new_run, train__steps=3)
     own.write_text(shipped.read_text().splitlines()[0] + "\n" + own.read_text())
     own.chmod(0o755)
     refused = program([str(own)], cwd=tmp_path)

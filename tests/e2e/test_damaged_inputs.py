@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 
 from adapters import write_adapter
 from checkpoints import rewrite, shard
+from json_files import read_json, write_json, write_rows
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import graft_plan
-from runs import document, refusal, tree, write_inputs, write_recipe
+from runs import Capture, document, refusal, tree, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
-Capture = pytest.CaptureFixture[str]
 MESSAGE = re.compile(r"mtp-train: (?:[^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]\n)+")
 """One message; for a recipe, a line for each of its problems."""
 CHECKPOINT_FILES = (
@@ -102,9 +102,9 @@ def damage(path: Path, random: Random) -> None:
             fields = json.loads(whole)
             inside, key = random.choice(list(places_of(fields)))
             inside[key] = random.choice(VALUES)
-            path.write_text(json.dumps(fields))
+            write_json(path, fields)
         case "whole":
-            path.write_text(json.dumps(random.choice(VALUES)))
+            write_json(path, random.choice(VALUES))
 
 
 def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -118,7 +118,7 @@ def places_of(node: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("fuzz") / "in", num_records=40)
-    write_adapter(directory / "base", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "base", directory / "lora")
     for name in ("base", "finetune"):
         (directory / name / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
         (directory / name / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
@@ -164,7 +164,7 @@ def done(inputs: Path, damages: Callable[[Path], Any], command: str, capfd: Capt
         # A comparison keeps what it measured of other models.
         assert left <= {"OUT/outcome.json", "run/outcome.json"} or command.startswith("compare")
         for path in left & {"OUT/outcome.json", "run/outcome.json"}:
-            recorded = json.loads((work / path).read_text())
+            recorded = read_json(work / path)
             assert f"mtp-train: {recorded.pop('message')}\n" == said
             assert recorded == {"exit_code": 2, "reason": "bad_input", "stage": "check"}
         return code, said
@@ -217,7 +217,7 @@ def poison(path: Path, key: str) -> None:
 def shorten_held_out_texts(work: Path) -> None:
     rows = [{"text": chr(97 + number), "group": f"g{number}"} for number in range(8)]
     rows += [{"text": "long enough to learn", "group": "train"}] * 8
-    (work / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(work / "chats.jsonl", rows)
 
 
 def take_the_target(work: Path) -> None:
@@ -289,22 +289,22 @@ def test_check_and_run_report_the_same_problems_at_once(pristine: Path, tmp_path
     assert said[0][1].startswith("data.responses: ")
 
 
-def test_a_card_that_cannot_be_read_does_not_stop_the_copy(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_card_that_cannot_be_read_does_not_stop_the_copy(own_inputs: Path, out: Path, capfd: Capture) -> None:
     card = b"---\n[1, 2]\n---\n# Caf\xe9\n"
     (own_inputs / "finetune" / "README.md").write_bytes(card)
-    document(["graft", own_inputs / "finetune", "--from", own_inputs / "base", "--out", tmp_path / "out"], capfd)
-    assert "## Serve it" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    document(["graft", own_inputs / "finetune", "--from", own_inputs / "base", "--out", out], capfd)
+    assert "## Serve it" in (out / "README.md").read_text(encoding="utf-8")
     assert (own_inputs / "finetune" / "README.md").read_bytes() == card
 
 
 def test_a_copy_whose_card_cannot_be_written_is_removed(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("mtp_train.runs.export.write_text", fail)
-    argv = ["graft", str(pristine / "finetune"), "--from", str(pristine / "base"), "--out", str(tmp_path / "out")]
+    argv = ["graft", str(pristine / "finetune"), "--from", str(pristine / "base"), "--out", str(out)]
     with pytest.raises(RuntimeError, match="a bug"):
         main(argv)
     assert tree(tmp_path) == {}

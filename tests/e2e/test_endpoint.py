@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
+from json_files import read_json
 from launching import CPU_SHARDS, metrics, outcome, start
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from openai_server import Served, openai_server, served_by
-from runs import document, overrides_of, refusal, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import Capture, document, overrides_of, refusal, write_recipe
 
 FAMILY = next(family for family in FAMILIES if family.name == "qwen3_5")
 EOS = int(byte_tokenizer().eos_token_id)
@@ -53,7 +52,7 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
         assert document(["regenerate", there], capfd) == expected
         assert len(served.payloads) == asked
     assert {headers["Authorization"] for headers in served.headers} == {"Bearer secret"}
-    (facts,) = (json.loads(path.read_text()) for path in (tmp_path / "there").glob("data/*/server-*.json"))
+    (facts,) = (read_json(path) for path in (tmp_path / "there").glob("data/*/server-*.json"))
     assert facts["model"] == "trunk"
     assert (facts["generated"], facts["refused"]) == (expected["responses"], 0)
     written = "".join(path.read_text() for path in (tmp_path / "there").rglob("*") if path.is_file())
@@ -61,27 +60,27 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
 
 
 def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_another_name(
-    inputs: Path, tmp_path: Path, capfd: Capture
+    inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
     asking = {**WRITTEN, "endpoint": "http://localhost:1/v1"}
-    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
+    path = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, data__regenerate=asking)
 
     def moved(url: str | None, **others: Any) -> list[Any]:
         return ["regenerate", path, *overrides_of(data__regenerate={**WRITTEN, "endpoint": url, **others})]
 
     with serving(inputs / "finetune") as first:
         expected = document(moved(first.url, concurrency=2), capfd)
-    recorded = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    recorded = (new_run / "recipe.yaml").read_bytes()
     with serving(inputs / "finetune") as second:
-        kept = rows(tmp_path / "run")
-        (file,) = (tmp_path / "run").glob("data/*/regenerated-*.jsonl")
+        kept = rows(new_run)
+        (file,) = new_run.glob("data/*/regenerated-*.jsonl")
         # Killed behind its third answer.
         file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:3]))
         assert second.url != first.url
         assert document(moved(second.url, concurrency=3), capfd) == expected
-        assert rows(tmp_path / "run") == kept
+        assert rows(new_run) == kept
         assert len(second.payloads) == expected["responses"] - 3
-    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recorded
+    assert (new_run / "recipe.yaml").read_bytes() == recorded
     for other in (moved(second.url, model="another"), moved(second.url, max_new_tokens=7), moved(None)):
         assert "holds the run of another recipe" in refusal(other, capfd)
 
@@ -109,5 +108,5 @@ def test_processes_with_shards_of_the_trunk_check_the_responses_together(
     assert rows(shards) == rows(tmp_path / "here")
     # As often as one process asks.
     assert asked == len(rows(shards))
-    (facts,) = (json.loads(path.read_text()) for path in shards.glob("data/*/server-00000-of-00001.json"))
+    (facts,) = (read_json(path) for path in shards.glob("data/*/server-00000-of-00001.json"))
     assert facts["generated"] == len(rows(shards))

@@ -8,7 +8,6 @@ Random tiny checkpoints in the released layout: key names and expert layout are 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -17,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import all_tensors
+from checkpoints import all_tensors, own_head
+from json_files import read_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
-from runs import LEARNS, document, overrides_of, write_headless, write_inputs, write_recipe
+from repository import RECIPES
+from runs import LEARNS, Capture, document, overrides_of, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
@@ -44,7 +43,7 @@ EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) 
 
 @pytest.mark.parametrize("family_name", EVERY_ONE)
 def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
-    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family_name: str, tmp_path: Path, capfd: Capture
 ) -> None:
     inputs = write_inputs(tmp_path / "in", family_name)
     base = inputs / "base"
@@ -62,7 +61,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT | LONGER.get(family_name, {}))
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
     assert pipeline.run(load_recipe(recipe)).stage == "done"
-    report = json.loads((run_dir / "report.json").read_text())
+    report = read_json(run_dir / "report.json")
     assert report["gate"]["passed"] is True
     lossless = report["lossless"]
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"] > 0
@@ -75,7 +74,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     assert_lossless(export)
 
 
-HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
+HOW_TO = RECIPES / "attach.md"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     family_name: str,
     wrapper: str | None,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On tiny models, with settings that suit them, and without the launcher."""
@@ -111,7 +110,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert (after["status"], after["serves"]) == ("healthy", planned["serves"])
 
     run_dir = tmp_path / "runs" / "attached"
-    report = json.loads((run_dir / "report.json").read_text())
+    report = read_json(run_dir / "report.json")
     assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     exported = all_tensors(run_dir / "export")
@@ -119,7 +118,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert_lossless(run_dir / "export")
 
 
-def inspected(capfd: pytest.CaptureFixture[str], checkpoint: Path, *more: object) -> Any:
+def inspected(capfd: Capture, checkpoint: Path, *more: object) -> Any:
     return document(["inspect", checkpoint, *more], capfd)
 
 
@@ -128,9 +127,7 @@ def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(
-        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
-    ).eval()
+    head = own_head(checkpoint)
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)

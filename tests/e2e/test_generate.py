@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import re
@@ -18,18 +17,18 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
+from json_files import read_json, write_json
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
-from runs import document, refusal
+from runs import Capture, document, refusal
 
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_pos")
 REQUEST_FIELDS = {"text", "token_ids", "finish_reason", *COUNTERS}
-Capture = pytest.CaptureFixture[str]
 
 
 def requests(argv: list[Any], capfd: Capture) -> list[dict[str, Any]]:
@@ -91,7 +90,7 @@ def test_generate_stops_at_the_declared_end_of_text(run_dir: Path, tmp_path: Pat
     argv = ["generate", checkpoint, "--prompt", PROMPTS[0], "--max-new-tokens", 24]
     whole = document(argv, capfd)["requests"][0]["token_ids"]
     end = whole[9]
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    write_json(checkpoint / "generation_config.json", {"eos_token_id": end})
     for depth in (0, 3):
         assert document([*argv, "--depth", depth], capfd)["requests"][0]["token_ids"] == whole[: whole.index(end) + 1]
 
@@ -122,9 +121,9 @@ def test_generate_decodes_the_text_path_of_a_vision_language_checkpoint_and_refu
 ) -> None:
     expected = texts(requests([own_inputs / "base"], capfd))
     wrapped = wrap_as_vision_language(own_inputs / "base")
-    config, image = json.loads((wrapped / "config.json").read_text()), byte_tokenizer()("#")["input_ids"][-1]
+    config, image = read_json(wrapped / "config.json"), byte_tokenizer()("#")["input_ids"][-1]
     for field in ("image_token_id", "image_token_index"):
-        (wrapped / "config.json").write_text(json.dumps(config | {field: image}))
+        write_json(wrapped / "config.json", config | {field: image})
         assert texts(requests([wrapped], capfd)) == expected
         message = refusal(["generate", wrapped, "--prompt", "x", "--prompt", "a#b"], capfd)
         assert f"--prompt 2: holds image or video token {image}; expected text, as only" in message

@@ -15,14 +15,13 @@ from adapters import write_adapter
 from checkpoints import all_tensors, same
 from left_over import LAYOUTS, head_of, into_hub_cache
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
-from runs import LEARNS, TINY_RESCUE, shorten_probes, tiny_mapping, write_inputs
+from runs import LEARNS, TINY_RESCUE, run_command, shorten_probes, tiny_mapping, write_inputs
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_inputs(tmp_path_factory.mktemp("saved"))
-    write_adapter(directory / "base", directory / "lora", target_modules=["q_proj"])
+    write_adapter(directory / "base", directory / "lora")
     return directory
 
 
@@ -84,7 +83,7 @@ def test_no_command_changes_a_file_of_its_inputs(inputs: Path, tmp_path: Path) -
     out.mkdir()
     before = hashes(inputs)
     for name, argv in light_commands(inputs, out).items():
-        assert main([str(word) for word in argv]) == 0, name
+        assert run_command(*argv) == 0, name
         assert hashes(inputs) == before, name
     # Editing an export's small files, or replacing its shards, does not change the source either.
     named = {"graft", "copy", "over", "merge", "export"}
@@ -118,7 +117,7 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
         ["compare", f"vanilla={base}", f"graft={finetune}+{base}", *suite, "--out", "compared"],
         ["rescue", finetune, "--from", base, "--data", data, "--out", "rescued", "--set", *TINY_RESCUE],
     ):
-        assert main([str(word) for word in argv]) == 0, argv
+        assert run_command(*argv) == 0, argv
         assert hashes(inputs) == before, argv
     for written in ("run/export", "exported", "rescued/export"):
         tensors, trunk = all_tensors(tmp_path / written), all_tensors(finetune)

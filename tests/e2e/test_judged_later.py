@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from json_files import read_json
 from llama_server import GROUPS, llama, serving, write_rows
-from mtp_train.cli.main import main
 from mtp_train.runs import pipeline
 from openai_server import ReplyFn
-from runs import tiny_recipe
+from runs import Capture, run_command, tiny_recipe
 
 Judge = Callable[..., int]
 UNGATED: dict[str, Any] = {"gate__enabled": False, "evaluate__prompts": 1, "train__max_steps": 1}
@@ -55,14 +54,14 @@ def judge(run_dir: Path, pristine: Path, tmp_path: Path) -> Judge:
                 continue
             with serving(reply) as server:
                 asked = ["--endpoint", server.url, "--served-only", *grid, "--out", str(tmp_path / name)]
-                assert main(["evaluate", str(checkpoint), *asked]) == 0
-        return main(["compare", *arms, *grid, *more, "--out", str(tmp_path / out)])
+                assert run_command("evaluate", checkpoint, *asked) == 0
+        return run_command("compare", *arms, *grid, *more, "--out", tmp_path / out)
 
     return run
 
 
 def read(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def test_a_better_head_is_done_and_stays_done(judge: Judge, run_dir: Path, tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_a_better_head_is_done_and_stays_done(judge: Judge, run_dir: Path, tmp_p
     assert "The retrained head beats stale" in page
 
 
-def test_a_run_is_judged_once(judge: Judge, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_judged_once(judge: Judge, run_dir: Path, tmp_path: Path, capfd: Capture) -> None:
     assert judge(llama(0), llama(2)) == 0
     before = (run_dir / "outcome.json").read_bytes()
     assert judge(llama(0), llama(2), out="again") == 2
@@ -91,9 +90,7 @@ def test_a_run_is_judged_once(judge: Judge, run_dir: Path, tmp_path: Path, capfd
     assert (run_dir / "outcome.json").read_bytes() == before
 
 
-def test_a_refused_export_stays_and_says_so(
-    judge: Judge, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_export_stays_and_says_so(judge: Judge, run_dir: Path, tmp_path: Path, capfd: Capture) -> None:
     files = {path.name for path in (run_dir / "export").iterdir()}
     assert judge(llama(2), llama(0)) == 3
     outcome = read(run_dir / "outcome.json")
@@ -105,11 +102,11 @@ def test_a_refused_export_stays_and_says_so(
     assert {path.name for path in (run_dir / "export").iterdir()} == files
     assert "## Acceptance: refused" in card
     assert "Refused: no gain shown over stale" in (run_dir / "report.html").read_text()
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "more")]) == 3
+    assert run_command("export", run_dir, "--out", tmp_path / "more") == 3
 
 
 def test_drafts_that_may_not_pay_are_undecided(
-    pristine: Path, judge: Judge, run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    pristine: Path, judge: Judge, run_dir: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     shutil.rmtree(run_dir)
     pipeline.run(tiny_recipe(pristine, run_dir, **UNGATED, gate__baseline="none"))
@@ -141,7 +138,7 @@ def test_another_comparison_records_no_verdict(
     judge: Judge,
     run_dir: Path,
     pristine: Path,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     stale: ReplyFn,
     changed: Callable[[Path], dict[str, Any]],
     told: str,

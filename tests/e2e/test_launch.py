@@ -103,9 +103,9 @@ def test_two_processes_resolve_auto_alike_and_their_verdict_outlives_the_launche
     assert train.tokens_per_step % (2 * train.micro_batch_sequences) == 0
 
 
-def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_path: Path) -> None:
+def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, new_run: Path) -> None:
     """Without its variable the launcher starts two processes that would train apart and both report success."""
-    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run")
+    done = launch("cpu_ddp.yaml", recipe, new_run)
     assert done.returncode == 1
     message = (
         "launcher: started 2 processes, of which accelerate joins 1; expected one group. On CPUs set "
@@ -113,8 +113,8 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     )
     assert done.stderr.count(f"mtp-train: {message}\n") == 1
     assert done.stdout == ""
-    assert outcome(tmp_path / "run") == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": "check"}
-    assert list(tree(tmp_path / "run")) == ["outcome.json"]
+    assert outcome(new_run) == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": "check"}
+    assert list(tree(new_run)) == ["outcome.json"]
 
 
 # Small files beside the weights: they make an export take long enough to be killed in the middle.
@@ -148,7 +148,7 @@ def kill_at(recipe: Path, run_dir: Path, reached: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_some_moment_of_every_stage_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_killed_at_some_moment_of_every_stage_ends_as_an_unbroken_one(tmp_path: Path, new_run: Path) -> None:
     inputs = write_inputs(tmp_path / "in", num_records=48)
     (inputs / "finetune" / "notes").mkdir()
     for number in range(NUM_NOTES):
@@ -156,7 +156,7 @@ def test_a_run_killed_at_some_moment_of_every_stage_ends_as_an_unbroken_one(tmp_
     # A kill can fall between batches of answers.
     batches = {"data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2}}
     settings = {**LEARNS, **batches, "train__log_steps": 1, "export__link": "copy"}
-    run_dir, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    run_dir, unbroken = new_run, tmp_path / "unbroken"
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **settings)
     done = launch("single.yaml", recipe, unbroken)
     assert done.returncode == 0, done.stderr

@@ -100,8 +100,8 @@ def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: 
 
 
 @pytest.mark.parametrize("launcher", [DDP, TORCHRUN])
-def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node: Path, new_run: Path) -> None:
+    run_dir = new_run
     first, second = launch_nodes(launcher, recipe, [run_dir, run_dir])
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert json.loads(first.stdout) == {"run_dir": str(run_dir), **outcome(run_dir)}
@@ -112,10 +112,10 @@ def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node
 
 @pytest.mark.parametrize(("launcher", "lost"), [(DDP, 1), (TORCHRUN, 0)])
 def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
-    launcher: str, lost: int, recipe: Path, one_node: Path, tmp_path: Path
+    launcher: str, lost: int, recipe: Path, one_node: Path, new_run: Path
 ) -> None:
     """Each node has one process, which no launcher of its own ends when the process of the other node is killed."""
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     both = launch_nodes(launcher, recipe, [run_dir, run_dir], DIES=f"{lost}:{DIES_BEFORE}")
     assert [done.returncode for done in both] == [1, 1], both
     said = [done.stderr.count("mtp-train: launcher: another process of this run is gone") for done in both]
@@ -128,9 +128,9 @@ def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
 
 @pytest.mark.parametrize(("launcher", "variables"), [(NODES, {}), (TORCHRUN, SHARDS_BY_TORCHRUN)])
 def test_nodes_share_one_trunk_in_shards(
-    launcher: str, variables: dict[str, str], recipe: Path, one_node: Path, tmp_path: Path
+    launcher: str, variables: dict[str, str], recipe: Path, one_node: Path, new_run: Path
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     both = launch_nodes(launcher, recipe, [run_dir, run_dir], **variables)
     assert [done.returncode for done in both] == [0, 0], both
     assert {(line["world_size"], line["wrapper"]) for line in metrics(run_dir)} == {(2, "FSDPHeadTraining")}
@@ -150,8 +150,8 @@ def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp
     assert list(tree(ours)) == ["outcome.json"]
 
 
-def test_a_directory_that_another_run_holds_is_left_alone_by_every_node(recipe: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_directory_that_another_run_holds_is_left_alone_by_every_node(recipe: Path, new_run: Path) -> None:
+    run_dir = new_run
     with holding(run_dir) as holder:
         (run_dir / "outcome.json").write_text(json.dumps({"message": "of the other run"}))
         before = tree(run_dir)

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from checkpoints import save_tensors
+from json_files import read_json, write_json
 from launching import head
 from mtp_train.answers.store import stored_rows
-from mtp_train.cli.main import main
 from mtp_train.runs import regeneration
-from runs import LEARNS, document, refusal, tree, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import LEARNS, Capture, document, refusal, run_command, tree, write_recipe
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
     recipe = second(tmp_path, pristine, first, train__lr=1e-9, train__max_steps=1)
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
     monkeypatch.setattr(regeneration, "SpeculativeDecoder", None)
-    assert main(["run", str(recipe)]) == 3
+    assert run_command("run", recipe) == 3
     capfd.readouterr()
     run = tmp_path / "second"
     assert stored(run) == stored(first)
@@ -53,13 +52,13 @@ def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
     base = load_file(pristine / "base" / "model.safetensors")
     with pytest.raises(AssertionError):
         assert_close(head(run), {key: base[key] for key in head(run)}, rtol=0, atol=1e-6)
-    report = json.loads((run / "report.json").read_text())
+    report = read_json(run / "report.json")
     assert report["arms"]["graft"]["head"] == str(first)
     assert report["gate"]["baseline"] == "graft"
     assert "mtp-train graft" not in report["gate"]["reason"]
-    provenance = json.loads((run / "provenance.json").read_text())["head_from"]
+    provenance = read_json(run / "provenance.json")["head_from"]
     assert (provenance["path"], list(provenance["sha256"])) == (str(first / "head"), ["head_config.json"])
-    recorded = json.loads((run / "inputs.json").read_text())["inputs"]["model.head_from"]["files"]
+    recorded = read_json(run / "inputs.json")["inputs"]["model.head_from"]["files"]
     assert recorded.keys() == {"head.safetensors", "head_config.json"}
     assert tree(first) == before
 
@@ -79,7 +78,7 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     file.write_text("".join(lines) + '{"id": "cut')
     before = tree(donor)
     recipe = second(tmp_path, pristine, donor, model__head_from=str(pristine / "base"))
-    assert main(["regenerate", str(recipe)]) == 0
+    assert run_command("regenerate", recipe) == 0
     said = capfd.readouterr()
     run, count = tmp_path / "second", len(lines)
     assert f"{count} of {count + 1} prompts have responses of" in (said.out + said.err).replace("\n", " ")
@@ -88,13 +87,13 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     assert [json.loads(line)["id"] for line in generated.read_text().splitlines()] == [left_out]
     assert [row for row in stored(run) if row.id != left_out] == [row for row in stored(first) if row.id != left_out]
     (record,) = run.glob("data/*/copied.json")
-    (settings,) = json.loads(record.read_text())["responses"]
+    (settings,) = read_json(record)["responses"]
     assert (settings["count"], settings["dtype"]) == (count, "float32")
 
     shutil.rmtree(donor)
     kept = tree(run / "data")
     monkeypatch.setattr(regeneration.SpeculativeDecoder, "generate", None)
-    assert main(["regenerate", str(recipe)]) == 0
+    assert run_command("regenerate", recipe) == 0
     assert tree(run / "data") == kept
 
 
@@ -103,7 +102,7 @@ def test_responses_of_another_trunk_are_refused_before_anything_is_written(
 ) -> None:
     file = own_inputs / "finetune" / "model.safetensors"
     weights = load_file(file)
-    save_file({**weights, min(weights): weights[min(weights)] + 1e-3}, file, {"format": "pt"})
+    save_tensors({**weights, min(weights): weights[min(weights)] + 1e-3}, file)
     said = refusal(["run", second(tmp_path, own_inputs, first, model__head_from=str(own_inputs / "base"))], capfd)
     assert f"data.responses: {first} has responses of another trunk than model.trunk (model.safetensors differ)" in said
     assert not (tmp_path / "second" / "recipe.yaml").exists()
@@ -125,14 +124,14 @@ def test_what_is_no_run_with_responses_is_refused(first: Path, pristine: Path, t
     assert f"lies within data.responses ({first})" in refusal(["run", inside], capfd)
 
 
-def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, out: Path, capfd: Capture) -> None:
     words = ["generate", pristine / "finetune", "--prompt", "x", "--max-new-tokens", "6", "--head"]
     of_run, of_head = (document([*words, place], capfd)["requests"] for place in (first, first / "head"))
     assert of_run == of_head
     short = ["--suite", pristine / "chats.jsonl", "--prompts-per-task", "2", "--temperatures", "0", "--depths", "1"]
-    short += ["--max-new-tokens", "4", "--out", tmp_path / "out"]
-    assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
-    assert (tmp_path / "out" / "report.json").is_file()
+    short += ["--max-new-tokens", "4", "--out", out]
+    assert run_command("evaluate", pristine / "finetune", "--head", first, *short) == 0
+    assert (out / "report.json").is_file()
 
 
 def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -145,13 +144,13 @@ def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_pa
     donor = copied(first, tmp_path)
     recipe = second(tmp_path, pristine, donor)
     config = donor / "head" / "head_config.json"
-    fields = json.loads(config.read_text())
+    fields = read_json(config)
     for change, found in {
         ("family", "glm4_moe"): "a head of kind mtp for GLM",
         ("kind", "eagle3"): "has a head of kind eagle3; expected the same kind",
         ("num_hidden_layers", 99): " of 99 layers; expected kind mtp",
     }.items():
-        config.write_text(json.dumps({**fields, **dict([change])}))
+        write_json(config, {**fields, **dict([change])})
         said = refusal(["run", recipe], capfd)
         assert f"{donor / 'head'}" in said
         assert found in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mtp_train as mtp
+from json_files import read_json, write_json
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
@@ -26,6 +26,7 @@ from mtp_train.train.log import read_metrics
 from runs import (
     ATTACH,
     TINY_RESCUE,
+    Capture,
     document,
     refusal,
     shorten_probes,
@@ -33,8 +34,6 @@ from runs import (
     write_headless,
     write_recipe,
 )
-
-Capture = pytest.CaptureFixture[str]
 
 KINDS = ("eagle", "eagle3", "medusa")
 RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}
@@ -70,7 +69,7 @@ def test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly(
     kind: str, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run_dir, trunk = runs[kind], inputs / "finetune"
-    report = json.loads((run_dir / "report.json").read_text())
+    report = read_json(run_dir / "report.json")
     assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 16]
@@ -103,7 +102,7 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     draft = tmp_path / "draft"
     shutil.copytree(runs["eagle3"] / "export", draft)
     tensors = load_file(draft / "model.safetensors")
-    config = json.loads((draft / "config.json").read_text())
+    config = read_json(draft / "config.json")
 
     save_file({key: value for key, value in tensors.items() if key != "norm.weight"}, draft / "model.safetensors")
     assert "norm.weight" in refusal([*ask, draft], capfd)
@@ -114,7 +113,7 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     assert "embed_tokens.weight differs from the embedding of" in refusal([*ask, draft], capfd)
 
     save_file(tensors, draft / "model.safetensors")
-    (draft / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    write_json(draft / "config.json", {**config, "vocab_size": 7})
     assert "vocab_size is 7, in " in refusal([*ask, draft], capfd)
 
 
@@ -197,8 +196,8 @@ def test_a_released_draft_model_keeps_its_own_output_matrix_and_layer(
     noise_RD = torch.randn(rows_RD.shape, generator=torch.Generator().manual_seed(0)) * rows_RD.std()
     tensors["lm_head.weight"] = (rows_RD + noise_RD).to(rows_RD.dtype)
     save_file(tensors, released / "model.safetensors")
-    config = json.loads((released / "config.json").read_text())
-    (released / "config.json").write_text(json.dumps({**config, "norm_before_residual": True}))
+    config = read_json(released / "config.json")
+    write_json(released / "config.json", {**config, "norm_before_residual": True})
     out = run(inputs, tmp_path / "again", **from_donor(released), train__max_steps=12)
     lines = [line["loss"] for line in read_metrics(out) if "loss" in line]
     assert lines[-1] < lines[0]
@@ -211,4 +210,4 @@ def test_a_released_draft_model_keeps_its_own_output_matrix_and_layer(
     assert torch.equal(exported["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(exported["d2t"], tensors["d2t"])
     assert not torch.equal(exported["fc.weight"], tensors["fc.weight"])
-    assert json.loads((out / "export" / "config.json").read_text())["norm_before_residual"] is True
+    assert read_json(out / "export" / "config.json")["norm_before_residual"] is True

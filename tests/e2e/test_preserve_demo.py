@@ -11,10 +11,10 @@ import pytest
 
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from runs import document
+from repository import RECIPES
+from runs import Capture, document
 
-HOW_TO = Path(__file__).parents[2] / "recipes" / "preserve.md"
-Capture = pytest.CaptureFixture[str]
+HOW_TO = RECIPES / "preserve.md"
 WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl: not installed")
 LINE = "    callbacks=[KeepHead()],  # the one line\n"
 PROMPT = "import os\nimport sys\n\n\ndef main("

@@ -6,7 +6,6 @@ here by its text until a test pastes it.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import set_fields
+from json_files import write_rows
 from mtp_train.checkpoints.suggestions import download_command
 from mtp_train.cli.main import build_parser, main, parse
 from mtp_train.data.tokenize import Document
@@ -31,6 +31,7 @@ from mtp_train.runs import pipeline, rescue, run
 from mtp_train.runs.training import part_documents
 from proposals import COVERED, PASTED, changes_of, made_of, pastes, proposals
 from runs import (
+    Capture,
     document,
     overrides_of,
     refusal,
@@ -40,8 +41,6 @@ from runs import (
     write_inputs,
     write_recipe,
 )
-
-Capture = pytest.CaptureFixture[str]
 
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
 TINY = overrides_of(
@@ -301,7 +300,7 @@ def test_an_adapter_in_the_place_of_a_model_is_probed_rescued_and_merged_as_prin
     own_inputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
 ) -> None:
     probes_say_retrain(monkeypatch)
-    write_adapter(own_inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(own_inputs / "base", Path("lora"))
     message = refusal(["inspect", "lora"], capfd)
     PASTED.append(message)
     commands = re.findall(r"'(mtp-train [^']*)'", message)
@@ -447,7 +446,7 @@ def test_a_change_that_a_message_proposes_mends_the_recipe(
 ) -> None:
     for name, columns in (("asked", ("question", "answer")), ("prompts", ("prompt",)), ("texts", ("text",))):
         rows = [{column: sentence(f"{column} {row}") for column in columns} for row in range(16)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(Path(f"{name}.jsonl"), rows)
     Path("chats.jsonl").write_text(Path("prompts.jsonl").read_text().replace('"prompt"', '"text"'))
     places = {
         "BASE": inputs / "base",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from pathlib import Path
@@ -13,16 +12,15 @@ from typing import Any
 import pytest
 
 import mtp_train as mtp
-from runs import LEARNS, TINY_RESCUE, overrides_of, write_inputs
+from json_files import read_json
+from repository import RECIPES
+from runs import LEARNS, TINY_RESCUE, Capture, overrides_of, write_inputs
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 HOW_TO, NOTEBOOK = RECIPES / "python.md", RECIPES / "rescue.ipynb"
 
 
 @pytest.mark.slow
-def test_every_block_of_the_how_to_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_block_of_the_how_to_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(RECIPES)
     names: dict[str, Any] = {}
@@ -49,7 +47,7 @@ def shown(result: Any) -> None:
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
-    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    found = read_json(NOTEBOOK)
     return [cell for cell in found["cells"] if cell["cell_type"] == kind]
 
 
@@ -89,9 +87,7 @@ def run_cell(source: str, names: dict[str, Any], shown: list[Any]) -> None:
         shown.extend([] if value is None else [value._repr_html_()])
 
 
-def test_the_notebook_runs_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """On tiny models, with settings that suit them; the second time it shows finished work."""
     monkeypatch.chdir(tmp_path)
     shown: list[Any] = []

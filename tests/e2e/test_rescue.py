@@ -15,14 +15,26 @@ from safetensors.torch import save_file
 import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import all_tensors
+from json_files import read_json, write_rows
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
 from mtp_train.runs.rescue import HeadLevel, ProbeResult
-from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, refusal, shorten_probes, tree
+from repository import RECIPES
+from runs import (
+    GETS_NO_BETTER,
+    LEARNS,
+    TINY_RESCUE,
+    Capture,
+    document,
+    overrides_of,
+    refusal,
+    run_command,
+    shorten_probes,
+    tree,
+)
 
-HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
-Capture = pytest.CaptureFixture[str]
+HOW_TO = RECIPES / "rescue.md"
 Monkey = pytest.MonkeyPatch
 
 
@@ -42,7 +54,7 @@ def varied(inputs: Path) -> Path:
     for number, row in enumerate(rows):
         row["group"] = f"g{number}"
         row["messages"][0]["content"] = f"{chr(97 + number) * 9} {number} {chr(110 - number % 13) * 9}"
-    (inputs / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(inputs / "chats.jsonl", rows)
     return inputs
 
 
@@ -124,7 +136,7 @@ def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(input
         raise Reached
 
     texts = [{"text": f"{chr(97 + number) * 9} {number} {chr(122 - number) * 9}"} for number in range(16)]
-    (inputs / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_rows(inputs / "texts.jsonl", texts)
     given = {"data": [inputs / "texts.jsonl"]}
     with pytest.raises(mtp.MtpError, match=r"plain text has no prompt; .* Add data\.regenerate=null to train"):
         mtp.probe(inputs / "finetune", inputs / "base", "found", **given)
@@ -136,7 +148,7 @@ def test_a_probe_of_plain_text_trains_on_it_where_no_answers_are_asked_for(input
 def test_the_command_that_is_proposed_for_an_adapter_runs(varied: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(rescue_module, "LEAST_TAU", 1.0)
     monkeypatch.setattr(rescue_module, "judge", lambda found: ("graft", "said"))
-    write_adapter(varied / "base", varied / "lora", target_modules=["q_proj"])
+    write_adapter(varied / "base", varied / "lora")
     found = mtp.probe(varied / "lora", varied / "base", "found", data=[varied / "chats.jsonl"])
     program, *words = shlex.split(found.command)
     assert program == "mtp-train"
@@ -154,7 +166,7 @@ def test_a_probe_from_before_is_not_made_again(inputs: Path, capfd: Capture) -> 
     document(["probe", *asking(inputs, tuned)[1:-2]], capfd)
     before = measured()
     assert before
-    assert main([str(word) for word in [*asking(inputs, tuned)[:-1], out]]) == 2
+    assert run_command(*asking(inputs, tuned)[:-1], out) == 2
     assert "nothing was trained" in capfd.readouterr().err
     assert measured() == before
 
@@ -163,21 +175,21 @@ def test_a_probe_from_before_is_not_made_again(inputs: Path, capfd: Capture) -> 
 
 
 def test_where_training_does_not_help_the_graft_is_exported_and_an_adapter_merged(inputs: Path, capfd: Capture) -> None:
-    write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(inputs / "base", Path("lora"))
     argv = [*asking(inputs, Path("lora")), "--set", *TINY_RESCUE, *overrides_of(**GETS_NO_BETTER)]
     rescued = document(argv, capfd)
     assert (rescued["head"], status(capfd, rescued["out"])) == ("graft", "healthy")
     assert re.search("does not lie above 0|training gave no gain", rescued["reason"])
     # What the refusal proposes is done.
     proposed = "The head as it was is not shown to be worse: mtp-train "
-    assert proposed in json.loads(Path("out/report.json").read_text())["gate"]["reason"]
+    assert proposed in read_json(Path("out/report.json"))["gate"]["reason"]
     assert proposed not in rescued["reason"]
     base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
     assert base.keys() == export.keys()
     changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
     assert changed
     assert all("q_proj" in key and not key.startswith("mtp.") for key in changed)
-    assert json.loads(Path("out/outcome.json").read_text())["reason"] == "gate_refused"
+    assert read_json(Path("out/outcome.json"))["reason"] == "gate_refused"
     assert document(argv, capfd) == rescued
 
 
@@ -215,7 +227,7 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     inputs: Path, capfd: Capture, monkeypatch: Monkey
 ) -> None:
     asked = probed(monkeypatch, "fault")
-    assert main([str(word) for word in asking(inputs)]) == 2
+    assert run_command(*asking(inputs)) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "tau is what it is; nothing was trained. Look at it with mtp-train inspect x, or train all the same" in said
     assert [path.name for path in Path("out").iterdir()] == ["probe"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pkgutil
 import re
@@ -18,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from json_files import read_json
 from launching import assert_same_run, ended, holding, outcome, responses
 from mtp_train.checkpoints.identity import RECORD_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
@@ -28,9 +28,8 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs import run as run_module
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from runs import LEARNS, copy_run, tiny_recipe, tree
+from runs import LEARNS, Capture, copy_run, run_command, tiny_recipe, tree
 
-Capture = pytest.CaptureFixture[str]
 QUIET = Console(quiet=True)
 
 
@@ -112,9 +111,9 @@ def interrupted(one: Interruption) -> Iterator[None]:
 
 
 def test_a_run_that_is_interrupted_in_every_stage_ends_as_an_unbroken_one(
-    recipe: Path, run_dir: Path, tmp_path: Path, capfd: Capture
+    recipe: Path, run_dir: Path, new_run: Path, capfd: Capture
 ) -> None:
-    run, command = tmp_path / "run", ["run", str(recipe), f"run_dir={tmp_path / 'run'}"]
+    run, command = new_run, ["run", str(recipe), f"run_dir={new_run}"]
     for one in INTERRUPTIONS:
         capfd.readouterr()
         with interrupted(one):
@@ -146,7 +145,7 @@ def test_a_finished_run_is_left_alone_and_shows_its_report_and_the_commands_that
 ) -> None:
     before = written(run_dir)
     capfd.readouterr()
-    assert main(["run", str(recipe)]) == 0
+    assert run_command("run", recipe) == 0
     assert written(run_dir) == before
     printed = capfd.readouterr().out
     assert "finished before (done); nothing left to do." in " ".join(printed.split())
@@ -158,10 +157,10 @@ def test_a_finished_run_is_left_alone_and_shows_its_report_and_the_commands_that
 
 
 def test_a_run_without_a_gate_exports_an_unjudged_head(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "evaluate_run", None)
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     recipe = tiny_recipe(pristine, run_dir, gate={"enabled": False}, evaluate__prompts=1)
     found = pipeline.run(recipe)
     assert (found.exit_code, found.reason, found.stage) == (0, "unjudged", "done")
@@ -170,19 +169,19 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
         assert f"mtp-train evaluate {path} --endpoint http://localhost:8000/v1" in found.message
     judged = f"stale={run_dir}-baseline retrained={run_dir}-served --judges {run_dir} --out {run_dir}-judged"
     assert found.message.endswith(f"mtp-train compare {judged}")
-    assert json.loads((run_dir / "report.json").read_text())["settings"]["gate"] == "unjudged"
+    assert read_json(run_dir / "report.json")["settings"]["gate"] == "unjudged"
     for page in ("report.html", "export/README.md"):
         assert UNJUDGED_SENTENCE in (run_dir / page).read_text()
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "again")]) == 0
+    assert run_command("export", run_dir, "--out", tmp_path / "again") == 0
     assert pipeline.run(recipe) == found
 
 
 def test_a_run_names_missing_kernels_before_it_loads_anything(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    pristine: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(pipeline, "missing_kernels", lambda recurrent, kind: f"{recurrent.rule} on {kind} is slow")
     monkeypatch.setattr(pipeline, "run_stages", lambda *_: Outcome(0, "passed", "", DONE))
-    pipeline.run(tiny_recipe(pristine, tmp_path / "run"), console=Console())
+    pipeline.run(tiny_recipe(pristine, new_run), console=Console())
     assert "gated_delta on cpu is slow" in capsys.readouterr().out.splitlines()
 
 
@@ -216,16 +215,16 @@ def test_the_gate_refuses_a_head_that_got_worse(
         assert ended(second) == (3, "gate_refused", "done")
         assert not (second / "export").exists()
     else:
-        assert json.loads((second / "report.json").read_text())["arms"]["retrained"]["tau"] > 1.8
+        assert read_json(second / "report.json")["arms"]["retrained"]["tau"] > 1.8
 
 
 # One writer
 
 
 def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     again = load_recipe(recipe, [f"run_dir={run_dir}"])
     with holding(run_dir) as other:
         before = tree(tmp_path)
@@ -241,9 +240,9 @@ def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
 
 
 def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
-    recipe: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, run_dir: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = copy_run(run_dir, tmp_path / "run", "report.json", "export")
+    gone = copy_run(run_dir, new_run, "report.json", "export")
     stock = pipeline.evaluate_run
 
     def removed(*arguments: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from adapters import write_adapter
-from runs import copy_run, document, refusal, tree, write_recipe
+from runs import Capture, copy_run, document, refusal, tree, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 READING = (
     "inspect RUN",
     "inspect FINE --base RUN",
@@ -32,7 +31,7 @@ def words(command: str, run: Path, inputs: Path, out: Path) -> list[str]:
 @pytest.fixture
 def adapted(own_inputs: Path, run_dir: Path) -> Path:
     """Inputs with an adapter of the run's export."""
-    write_adapter(run_dir / "export", own_inputs / "lora", target_modules=["q_proj"])
+    write_adapter(run_dir / "export", own_inputs / "lora")
     return own_inputs
 
 
@@ -66,14 +65,14 @@ def test_a_recipe_trains_on_the_export_of_a_run(run_dir: Path, inputs: Path, tmp
 
 @pytest.mark.parametrize("command", [READING[0], READING[3], READING[5]])
 def test_a_run_without_an_export_is_one_message(
-    command: str, run_dir: Path, adapted: Path, tmp_path: Path, capfd: Capture
+    command: str, run_dir: Path, adapted: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     refused = tmp_path / "refused"
     refused.mkdir()
     shutil.copy(run_dir / "recipe.yaml", refused)
-    said = refusal(words(command, refused, adapted, tmp_path / "out"), capfd)
+    said = refusal(words(command, refused, adapted, out), capfd)
     assert said.startswith(f"mtp-train: {refused}: the directory of a run that has exported no checkpoint; expected ")
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_a_checkpoint_with_a_directory_of_that_name_stays_a_checkpoint(own_inputs: Path, capfd: Capture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from launching import (
     CPU,
     CPU_SHARDS,
@@ -145,23 +145,23 @@ def trained(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cases(FSDP2, ZERO2, ZERO3)
 def test_training_without_a_gain_returns_the_head_that_it_was_given(
-    setup: Setup, inputs: Path, trained: Path, tmp_path: Path
+    setup: Setup, inputs: Path, trained: Path, new_run: Path
 ) -> None:
     spoils = {"train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}, "gate__enabled": False}
-    done = run_on(setup, inputs, tmp_path / "run", {**LEARNS, **spoils, "model__head_from": str(trained)})
-    assert outcome(tmp_path / "run")["stage"] == "done", done.stderr
-    before, after = head(trained), head(tmp_path / "run")
+    done = run_on(setup, inputs, new_run, {**LEARNS, **spoils, "model__head_from": str(trained)})
+    assert outcome(new_run)["stage"] == "done", done.stderr
+    before, after = head(trained), head(new_run)
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     # Control: it was trained.
-    assert metrics(tmp_path / "run")[-1]["step"] >= 2
+    assert metrics(new_run)[-1]["step"] >= 2
 
 
 @cases(FSDP2, ZERO3)
 def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
-    setup: Setup, inputs: Path, one_process: Path, tmp_path: Path
+    setup: Setup, inputs: Path, one_process: Path, new_run: Path
 ) -> None:
     """One process runs out of disk meanwhile: the other must not wait for it, and what they kept stays."""
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     kept = {**SHORT, "train__hidden_cache": {}}
     lost = run_on(setup, inputs, run_dir, kept, SHARD_BYTES=FEW_TOKENS, FULL="1:1")
     assert lost.returncode == 1
@@ -196,7 +196,7 @@ def states(run_dir: Path) -> dict[str, int]:
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """Return a resume state: weights, moments and each parameter's own count of steps."""
     directory = run_dir / "state" / f"step-{step:08d}"
-    counts = json.loads((directory / "state.json").read_text())["optimizer"]
+    counts = read_json(directory / "state.json")["optimizer"]
     return {
         **load_file(directory / "head.safetensors"),
         **load_file(directory / "optimizer.safetensors"),
@@ -239,8 +239,10 @@ def lose_the_second_process(recipe: Path, **variables: str) -> str:
     return said[0]
 
 
-def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_process: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_one_process_goes_on_where_two_with_shards_were_lost(
+    inputs: Path, one_process: Path, tmp_path: Path, new_run: Path
+) -> None:
+    run_dir = new_run
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
     lose_the_second_process(recipe, DIES=f"1:{DIES_BEFORE}", **SHARDED)
     assert ended(run_dir) == (1, "lost_process", "train")
@@ -260,8 +262,10 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
         ("mtp_train.evaluation.decoding:decode_prompts", "evaluate"),
     ],
 )
-def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_lost_in_any_stage_is_named(
+    place: str, stage: str, inputs: Path, tmp_path: Path, new_run: Path
+) -> None:
     settings = {**SHORT, "data__regenerate": {"max_new_tokens": 4}, "train__hidden_cache": {}}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, **settings)
     lose_the_second_process(recipe, DIES_IN=f"1:{place}")
-    assert ended(tmp_path / "run") == (1, "lost_process", stage)
+    assert ended(new_run) == (1, "lost_process", stage)

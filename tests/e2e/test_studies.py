@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 import torch
 
 from drafting_server import DraftingServer
-from launching import ROOT, metrics, outcome
+from json_files import read_json
+from launching import metrics, outcome
 from mtp_train import check
 from mtp_train.checkpoints.suggestions import evaluate_command
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.cli.main import main
 from mtp_train.evaluation import run as evaluation
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.results import Report, load_report
@@ -26,10 +25,8 @@ from mtp_train.runs import decode, pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
 from openai_server import openai_server, served_by
-from runs import document, tiny_recipe
-
-Capture = pytest.CaptureFixture[str]
-
+from repository import REPOSITORY
+from runs import Capture, document, run_command, tiny_recipe
 
 # Commands
 
@@ -50,7 +47,7 @@ def test_evaluate_measures_a_grid_once(
     out = tmp_path / "out"
     command = ["evaluate", inputs / "base", *suite(inputs), "--out", out]
     report = document(command, capfd)
-    assert report == json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert report == read_json(out / "report.json")
     assert list(report["arms"]) == ["none", "base"]
     assert (report["arms"]["none"]["tau"], report["arms"]["none"]["head"]) == (1.0, None)
     pooled = cells_of(report, task="all", arm="base")
@@ -76,14 +73,13 @@ def test_evaluate_measures_a_grid_once(
     monkeypatch.setattr(decode, "log_report", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
     assert logged == [out]
-    assert main([str(one) for one in [*command, "--seed", 7]]) == 2
+    assert run_command(*command, "--seed", 7) == 2
     assert "another study (its grid differ" in capfd.readouterr().err
 
 
-def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_compare_pairs_every_arm(inputs: Path, out: Path, capfd: Capture) -> None:
     finetune, base = inputs / "finetune", inputs / "base"
     arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram"]
-    out = tmp_path / "out"
     report = document(["compare", *arms, *suite(inputs), "--temperatures", 0, "--out", out], capfd)
     assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup"]
     pooled = [one for one in report["comparisons"] if one["task"] == "all" and one["depth"] == 2]
@@ -96,16 +92,16 @@ def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: Capture) -
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_server_is_asked_the_same(inputs: Path, tmp_path: Path, capfd: Capture, alone: bool) -> None:
+def test_a_server_is_asked_the_same(inputs: Path, out: Path, capfd: Capture, alone: bool) -> None:
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
     eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
     engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
-        flags = ["--endpoint", served.url, "--out", str(tmp_path / "out")]
+        flags = ["--endpoint", served.url, "--out", str(out)]
         if alone:
             # As a run without a gate prints it, at another address.
-            printed = evaluate_command(str(inputs / "base"), str(tmp_path / "out"))
+            printed = evaluate_command(str(inputs / "base"), str(out))
             flags = shlex.split(printed.replace("http://localhost:8000/v1", served.url))[3:]
         command = ["evaluate", inputs / "base", *suite(inputs), "--temperatures", 0, *flags]
         report = document(command, capfd)
@@ -122,12 +118,12 @@ def test_a_server_is_asked_the_same(inputs: Path, tmp_path: Path, capfd: Capture
         assert (theirs["tau"], theirs["marginal"], theirs["rounds"]) == (ours["tau"], ours["marginal"], ours["rounds"])
 
 
-def test_answers_that_are_not_the_trunks_are_told(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_answers_that_are_not_the_trunks_are_told(inputs: Path, out: Path, capfd: Capture) -> None:
     other = load_arm_trunk(open_arm(ArmSpec("other", str(inputs / "base"), None)), torch.device("cpu"))
     with torch.no_grad():
         other.causal_lm.get_output_embeddings().weight.copy_(other.lm_head_VD.flip(0))
     with openai_server(served_by(other, [])) as served:
-        flags = ["--depths", 1, "--rules", "greedy", "argmax", "--endpoint", served.url, "--out", tmp_path / "out"]
+        flags = ["--depths", 1, "--rules", "greedy", "argmax", "--endpoint", served.url, "--out", out]
         endpoint = document(["evaluate", inputs / "base", *suite(inputs), *flags], capfd)["endpoint"]
     assert [(fit["temperature"], fit["are_the_trunks"]) for fit in endpoint["answers"]] == [(0.0, False), (1.0, None)]
     for told in ("temperature 0 are not the trunk's: over 3", "30 tokens at temperature 1 are too few to tell"):
@@ -147,12 +143,11 @@ def test_answers_that_are_not_the_trunks_are_told(inputs: Path, tmp_path: Path, 
     ],
 )
 def test_wrong_input_ends_in_2_before_anything_is_decoded(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, flags: list[Any], says: str
+    inputs: Path, out: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, flags: list[Any], says: str
 ) -> None:
     monkeypatch.setattr(evaluation, "load_arm_trunk", None)
-    out = tmp_path / "out"
     argv = ["evaluate", inputs / "base", *suite(inputs), "--out", out, *flags]
-    assert main([str(one) for one in argv]) == 2
+    assert run_command(*argv) == 2
     assert says in capfd.readouterr().err
     assert not out.exists() or not list(out.iterdir())
 
@@ -222,9 +217,9 @@ def stable(report: Report) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "call"), [("train_stage", 2), ("Study", 1), ("write_report", 1)])
 def test_a_study_killed_in_any_stage_ends_the_same(
-    name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, call: int, inputs: Path, unbroken: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(inputs, tmp_path / "run", **STUDY)
+    recipe = tiny_recipe(inputs, new_run, **STUDY)
     calls = iter(range(1, call))
     module = stages if name == "Study" else pipeline
     whole: Callable[..., Any] = getattr(module, name)
@@ -239,7 +234,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
         with pytest.raises(KeyboardInterrupt):
             pipeline.run(recipe)
     pipeline.run(recipe)
-    assert stable(load_report(tmp_path / "run" / "report.json")) == stable(load_report(unbroken / "report.json"))
+    assert stable(load_report(new_run / "report.json")) == stable(load_report(unbroken / "report.json"))
     # Finished: nothing is done again.
     monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_, **__: pytest.fail("run again"))
     pipeline.run(recipe)
@@ -253,10 +248,10 @@ def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
+def test_the_demos_study_shows_a_stale_head_recovering(new_run: Path) -> None:
     """Smaller than the recipe, and with the same story."""
     smaller = {
-        "run_dir": str(tmp_path / "run"),
+        "run_dir": str(new_run),
         "data.regenerate.max_prompts": 160,
         "data.regenerate.max_new_tokens": 64,
         "train.max_steps": 20,
@@ -267,8 +262,8 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
         "study.rules": ("greedy",),
         "track.wandb": "off",
     }
-    pipeline.run(load_recipe(ROOT / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
-    report = load_report(tmp_path / "run" / "report.json")
+    pipeline.run(load_recipe(REPOSITORY / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
+    report = load_report(new_run / "report.json")
     deltas = [one.delta_tau_ci95 for one in report.comparisons if (one.first, one.second) == ("graft", "retrained-kl")]
     assert deltas
     assert all(ci95 is not None and ci95[1] < 0 for ci95 in deltas)

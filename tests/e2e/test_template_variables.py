@@ -11,9 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
-from runs import document, refusal, write_recipe
-
-Capture = pytest.CaptureFixture[str]
+from runs import Capture, document, refusal, write_recipe
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from json_files import read_json
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
@@ -65,7 +65,7 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     lines = [line for line in read_metrics(good) if "held_out_tau" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     best = max(lines, key=score_of)
-    state = json.loads(max((good / "state").glob("step-*/state.json")).read_text())
+    state = read_json(max((good / "state").glob("step-*/state.json")))
     assert state["best"]["score"] == score_of(best)
     assert state["best"]["start"] == score_of(lines[0]) < score_of(best)
 
@@ -86,16 +86,18 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     assert all(torch.equal(grafted.read(name), value) for name, value in before.items())
 
 
-def test_the_automatic_rate_is_recorded_and_kept(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_rate_is_recorded_and_kept(
+    inputs: Path, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mtp_train.runs.resolve.GOOD_OVERLAP", 0.0)
     fields = {"train__lr": "auto", "train__max_steps": 2, "train__select": {"share": 0.3}, **UNJUDGED}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **(RUN | fields))
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, **(RUN | fields))
     assert main(["run", str(recipe)]) == 0
-    recorded = load_recipe(tmp_path / "run" / "recipe.yaml")
-    config = json.loads((inputs / "finetune" / "config.json").read_text())
+    recorded = load_recipe(new_run / "recipe.yaml")
+    config = read_json(inputs / "finetune" / "config.json")
     width = config.get("text_config", config)["hidden_size"]
     assert recorded.train.lr == pytest.approx(0.2 * 0.4096 / width)
-    assert max(line["lr"] for line in read_metrics(tmp_path / "run") if "lr" in line) <= recorded.train.lr
+    assert max(line["lr"] for line in read_metrics(new_run) if "lr" in line) <= recorded.train.lr
     # The same command finds its run, whose rate is that of the record.
     assert main(["run", str(recipe)]) == 0
 

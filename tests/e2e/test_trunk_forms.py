@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from checkpoints import all_tensors, same, set_fields
+from json_files import read_json
 from launching import head, metrics, without_speed
 from mtp_train.runs import pipeline
 from mtp_train.trunk.load import Trunk
-from runs import LEARNS, document, refusal, tiny_recipe, write_inputs, write_recipe
+from runs import LEARNS, Capture, document, refusal, tiny_recipe, write_inputs, write_recipe
 
-Capture = pytest.CaptureFixture[str]
 RUN: dict[str, Any] = {
     **LEARNS,
     "evaluate__arms": ["none", "graft", "retrained", "vanilla"],
@@ -46,9 +46,9 @@ def measured(run_dir: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"train__hidden_cache": {}}], ids=["alone", "hidden_cache"])
 def test_an_offloaded_run_ends_as_any_other(
-    more: dict[str, Any], inputs: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], inputs: Path, whole: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir = new_run
     recipe = tiny_recipe(inputs, run_dir, **RUN, **more, model__offload="cpu")
     offloaded: list[set[str]] = []
 
@@ -77,21 +77,21 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed")
-def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(mixture, tmp_path / "run", **LEARNS, model__quantization="8bit")
+def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, new_run: Path) -> None:
+    recipe = tiny_recipe(mixture, new_run, **LEARNS, model__quantization="8bit")
     assert pipeline.run(recipe).reason == "done"
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    report = read_json(new_run / "report.json")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
-    finetune, exported = all_tensors(mixture / "finetune"), all_tensors(tmp_path / "run" / "export")
+    finetune, exported = all_tensors(mixture / "finetune"), all_tensors(new_run / "export")
     assert finetune.keys() < exported.keys()
     assert all(exported[key].equal(value) for key, value in finetune.items())
-    assert "quantization_config" not in json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert "quantization_config" not in read_json(new_run / "export" / "config.json")
 
 
 def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
-    mixture: Path, tmp_path: Path, capfd: Capture
+    mixture: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", mixture, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.yaml", mixture, new_run)
     sizes = [
         document(["check", recipe, f"model.quantization={bits}"], capfd)["memory"]["trunk_bytes"]
         for bits in ("null", "8bit")

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -28,8 +27,8 @@ from mtp_inference.sampling.chooser import Verdict
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
-from scripted import RandomDrafting, RereadingDrafting
-from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
+from scripted import RandomDrafting, RereadingDrafting, random_prompt
+from tiny import ALL_FAMILIES, CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
 
@@ -39,10 +38,8 @@ def trunk_of(name: str) -> Trunk:
     return tiny_trunk(name, seed=3)
 
 
-@functools.cache
 def prompt(length: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(length)
-    return tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist())
+    return tuple(random_prompt(length, length))
 
 
 @functools.cache

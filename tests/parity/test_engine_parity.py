@@ -6,7 +6,6 @@ names the interpreter of their environment.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,13 @@ import pytest
 import torch
 
 from checkpoints import save_with_head, set_fields
+from json_files import read_json, write_json
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from repository import SCRIPTS
+from tiny import random_tokens, tiny_head, tiny_trunk
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-PROMPTS = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPTS = random_tokens(7, 4).tolist()
 NEW_TOKENS = 40
 PYTHONS = {
     "vllm": "MTP_VLLM_PYTHON",
@@ -142,13 +142,13 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
 
     task, document = decoded
     monkeypatch.setattr("engines.witness.run_program", lambda *_: document)
-    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS), encoding="utf-8")
+    write_json(tmp_path / "prompts.json", PROMPTS)
     out = tmp_path / "records" / "transformers.json"
     options = f"--depths 1 --dtype float32 --max-new-tokens {NEW_TOKENS} --prompts {tmp_path / 'prompts.json'}"
     command = ["engine_parity.py", str(task.checkpoint.path), "--engine", "transformers", *options.split()]
     monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
     assert engine_parity.main() == 0
-    record = json.loads(out.read_text(encoding="utf-8"))
+    record = read_json(out)
     assert (record["engine"], record["verdict"]) == ("transformers", "equal")
     assert record["versions"].keys() == {"transformers", "torch"}
     asked = {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"}

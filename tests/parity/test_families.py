@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_draft_kinds import by_hand, draft_models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -22,7 +22,7 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from adapters import assert_like_peft, write_adapter
-from checkpoints import all_tensors, same, save_stripped, save_with_head, shared_by_the_head
+from checkpoints import all_tensors, own_head, same, save_stripped, save_tensors, save_with_head, shared_by_the_head
 from heads_by_hand import HANDS, forward_by_hand
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train import graft, inspect, merge
@@ -30,8 +30,8 @@ from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import build_head, graft_plan, trained_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.build import graft_plan, trained_head
+from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
@@ -46,7 +46,7 @@ from plain_decoding import plain_greedy
 from products import EXPERT_TOKENS, computed
 from redrafted import unrolled
 from scripted import spied_drafts
-from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, rows_on, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, IS_OLD, family_of, random_tokens, rows_on, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
 
 mtp_module = pytest.importorskip("transformers.modeling_layers")
@@ -70,8 +70,7 @@ class Built(NamedTuple):
 def load(path: Path) -> Built:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
-    return Built(trunk, head.eval(), path)
+    return Built(trunk, own_head(checkpoint), path)
 
 
 def build(name: str, directory: Path, **fields: object) -> Built:
@@ -84,10 +83,6 @@ def build(name: str, directory: Path, **fields: object) -> Built:
 @pytest.fixture(scope="module", params=ALL_FAMILIES)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def random_tokens(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
 
 
 # The head's forward against one that is independent of ours
@@ -116,7 +111,7 @@ def swapped(head: MtpHead) -> MtpHead:
 
 
 def check_by_hand(built: Built) -> None:
-    trunk, tokens_1T = built.trunk, random_tokens()
+    trunk, tokens_1T = built.trunk, random_tokens(NUM_TOKENS)
     if IS_OLD and built.name == "glm_ocr":
         pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
     head = copy.deepcopy(built.head)
@@ -137,7 +132,7 @@ RENAMED = {"final_layernorm.": "shared_head.norm."}
 
 
 def check_by_mtp_model(built: Built) -> None:
-    trunk, head, tokens_1T = built.trunk, built.head, random_tokens()
+    trunk, head, tokens_1T = built.trunk, built.head, random_tokens(NUM_TOKENS)
     oracle, hidden_1TD = load_oracle(built), trunk.hidden(tokens_1T)
     found = unrolled(head, hidden_1TD, tokens_1T, trunk.embed, NUM_DEPTHS)
     for start in range(NUM_TOKENS - NUM_DEPTHS):
@@ -156,7 +151,7 @@ def load_oracle(built: Built) -> Any:
     renamed = shutil.copytree(built.path, built.path.with_name("renamed"), dirs_exist_ok=True)
     for old, new in RENAMED.items():
         tensors = {key.replace(old, new) if layout.is_head_key(key) else key: one for key, one in tensors.items()}
-    save_file(tensors, renamed / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, renamed / SINGLE_FILE)
     model = AutoModelForCausalLM.from_pretrained(renamed)
     prefix = rf"model\.layers\.{layout.num_hidden_layers}\." if layout.family.follows_the_trunk else r"^mtp\."
     model._keys_to_ignore_on_load_unexpected = [prefix]
@@ -206,7 +201,7 @@ def check_chain(built: Built, spoilt: str | None) -> None:
     kinds = mtp_module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
     trunk = copy.deepcopy(built.trunk)
     head = built.head
-    tokens_1T = random_tokens(num_tokens=24)
+    tokens_1T = random_tokens(24)
     # As vLLM: only the trunk's scores are scaled.
     trunk.config.log_scaling_n_floor = None
     trunk.config.name_or_path = str(built.path)
@@ -259,7 +254,7 @@ def test_where_all_rows_stand_changes_nothing(built: Built) -> None:
     """llama.cpp counts positions from the token and not from the hidden state."""
     trunk = built.trunk
     head = copy.deepcopy(built.head)
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     hidden_1TD, embed = trunk.head_input(trunk.hidden(tokens_1T), head.convention), head.embedding(trunk.embed)
     plain = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
     head.convention = dataclasses.replace(head.convention, position_offset=1)
@@ -286,7 +281,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12])
 
 def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
     """And reach one another where the whole row runs at once."""
-    trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(2, 12)
+    trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(12, 2)
     isolated_BTD = isolated_hidden(trunk, tokens_BT, DOCUMENT_BT)
     through_BTD = trunk.hidden(tokens_BT).detach()
     assert not isolated_BTD.requires_grad
@@ -304,7 +299,7 @@ def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
 
 @torch.no_grad()
 def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     half = copy.deepcopy(built.trunk).to(torch.bfloat16)
     full = copy.deepcopy(half).float()
     held = {key: (id(value), value.dtype) for key, value in half.named_parameters()}
@@ -323,7 +318,7 @@ def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
 def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built: Built) -> None:
     if IS_OLD and built.name == "deepseek_v4":
         pytest.skip("an older transformers cannot run DeepSeek V4 that is loaded in bf16")
-    tokens_1T = random_tokens()
+    tokens_1T = random_tokens(NUM_TOKENS)
     loaded, held = copy.deepcopy(built.trunk), copy.deepcopy(built.trunk)
     kept = kept_in_fp32(held.causal_lm)
     for trunk, dtype in ((loaded, torch.bfloat16), (held, torch.float32)):
@@ -342,7 +337,7 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
 
 @torch.inference_mode()
 def test_an_offloaded_trunk_says_the_same_and_holds_one_layer_at_a_time(built: Built) -> None:
-    tokens_BT = random_tokens(2, 19)
+    tokens_BT = random_tokens(19, 2)
     trunk = copy.deepcopy(built.trunk)
     # Of the same tensors: where a copy lies in memory may change the last bit.
     expected = trunk.logits(trunk.hidden(tokens_BT))
@@ -371,9 +366,9 @@ def test_a_trunk_is_whole_until_a_tensor_is_lost_or_cut(built: Built, tmp_path: 
     matrices = [key for key in of_layers if not layout.is_head_key(key)]
     key = matrices[len(matrices) // 2]
     value = tensors.pop(key)
-    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     assert diagnose_trunk(open_checkpoint(path)).problems
-    save_file({**tensors, key: value[..., :-1].clone()}, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors({**tensors, key: value[..., :-1].clone()}, path / SINGLE_FILE)
     assert diagnose_trunk(open_checkpoint(path)).shape_errors
 
 
@@ -397,7 +392,7 @@ def test_the_heads_experts_compute_what_transformers_loop_does(built: Built) -> 
 
 def batch() -> PackedBatch:
     """Return rows of a document each, padded, whose first tokens are no targets."""
-    tokens_BT = random_tokens(4, 16)
+    tokens_BT = random_tokens(16, 4)
     positions_BT = torch.arange(16).expand(4, 16)
     document_BT = torch.where(positions_BT < torch.tensor([[16], [9], [14], [11]]), 0, P)
     return PackedBatch(tokens_BT, positions_BT, document_BT, (document_BT == 0) & (positions_BT > 3))
@@ -525,11 +520,11 @@ TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
 OTHERWISE_SAVED = ("mimo", "step3p7", "hy_v4", "hy_v4_vl", "minimax_m3", "inkling")
 
 
-def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path) -> None:
+def test_what_peft_adapts_by_all_linear_is_merged_as_peft_merges_it(built: Built, tmp_path: Path, out: Path) -> None:
     if built.name in OTHERWISE_SAVED:
         return
     auto = AutoModelForImageTextToText if built.trunk.family.trunk.only_with_vision else AutoModelForCausalLM
     targets = TARGETS.get(built.name, "all-linear")
     model = write_adapter(built.path, tmp_path / "lora", auto, target_modules=targets)
-    merge(built.path, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
+    merge(built.path, tmp_path / "lora", out)
+    assert_like_peft(out, model)

@@ -39,9 +39,9 @@ from mtp_train.runs.refusals import check_decoder
 from mtp_train.trunk.load import Trunk
 from planted_faults import Fault
 from scripted import RereadingDrafting
-from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, chained_head, nearly_tiny, random_tokens, tiny_head, tiny_trunk
 
-PROMPTS = torch.randint(VOCAB_SIZE, (16, 6), generator=torch.Generator().manual_seed(50)).tolist()
+PROMPTS = random_tokens(6, 16, seed=50).tolist()
 NEW_TOKENS = 32
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, top_k=30, top_p=0.95, seed=3)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launching import ROOT, start
+from json_files import read_json
+from launching import start
+from repository import REPOSITORY
 from tiny import ALL_FAMILIES
 
 # A mixture, whose experts are stored one by one and merged; recurrent layers; one matrix for embedding and lm_head.
@@ -18,10 +19,10 @@ CASES = ("glm4_moe", "glm4_moe, bfloat16", "qwen3_5", "qwen3_5, tied")
 def measured(cases: tuple[str, ...], directory: Path) -> dict[str, Any]:
     """Return what two processes find."""
     into = directory / "found.json"
-    program, two = ROOT / "tests" / "shard_loading.py", ("--num_processes", "2")
+    program, two = REPOSITORY / "tests" / "shard_loading.py", ("--num_processes", "2")
     done = start("fsdp2.yaml", program, into, *cases, flags=two, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    return json.loads(into.read_text())
+    return read_json(into)
 
 
 @pytest.fixture(scope="module")

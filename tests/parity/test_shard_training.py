@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 import sharded_families
-from launching import FSDP2, ROOT, ZERO3, Setup, cases, start
+from json_files import read_json
+from launching import FSDP2, ZERO3, Setup, cases, start
 from mtp_train.train.launch import make_accelerator
+from repository import REPOSITORY
 from sharded_families import CASES, HALF, HALF_EXPERTS, RESUMED, SEQ_LEN, SEQUENCES, STEPS, train
 from tolerances import FAR, rounding_of_mean
 
@@ -37,13 +38,13 @@ def test_a_process_that_trains_alone_has_another_loss(case: str, monkeypatch: py
 def test_every_family_trains_in_shards_as_it_does_whole(setup: Setup, tmp_path: Path) -> None:
     done = start(
         setup.machine,
-        ROOT / "tests" / "sharded_families.py",
+        REPOSITORY / "tests" / "sharded_families.py",
         tmp_path / "written.json",
         flags=("--num_processes", "2"),
         **setup.variables,
     )
     assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "written.json").read_text())
+    written = read_json(tmp_path / "written.json")
     for case, (first, second) in written["kept"].items():
         for own in (first, second):
             assert own["off"] < (0.02 if case == HALF else 1e-5), case

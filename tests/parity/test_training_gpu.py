@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from gpu_jobs import two_steps_on
-from launching import DEADLINE_SECONDS, ROOT, environment, start
+from launching import DEADLINE_SECONDS, environment, start
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
+from repository import REPOSITORY
 from tiny import ALL_FAMILIES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 WIDTHS = (64, 128, 256)
 NUM_HEADS, NUM_KEY_HEADS = 4, 2
-JOBS = ROOT / "tests" / "gpu_jobs.py"
+JOBS = REPOSITORY / "tests" / "gpu_jobs.py"
 TRAINED = ("qwen3_5", "glm4_moe", "mimo_v2_flash", "nemotron_h")
 BF16 = 2e-2
 """Relative to the norm, of results that are rounded to bf16 on the way."""

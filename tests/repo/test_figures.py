@@ -6,16 +6,16 @@ order, and no figure besides: a digit that changes on the page or in the record 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-RECORD = json.loads((REPOSITORY / "inference" / "benchmarks" / "real_model.json").read_text(encoding="utf-8"))
+from json_files import read_json
+from repository import REPOSITORY
+
+RECORD = read_json(REPOSITORY / "inference" / "benchmarks" / "real_model.json")
 HAND = {name: one["value"] for name, one in RECORD["by_hand"].items()}
 CPU, H100 = "eagle3", "eagle3-2000-steps"
 QUESTIONS, SUITE, CONTEXTS, STUDY = "compare-held_out", "compare-builtin", "compare-contexts", "compare-study"

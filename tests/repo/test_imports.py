@@ -11,7 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from repository import REPOSITORY
+
 SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 
 # Low to high: a package may import from itself and from the packages before it. Every module belongs to one of them.

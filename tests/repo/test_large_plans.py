@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from json_files import read_json, write_json
 from mtp_train import CheckResult, check
+from repository import RECIPES, REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "recipes" / "distributed.md"
+PAGE = RECIPES / "distributed.md"
 SEQ_LEN, STEP_TOKENS = 4096, 131_072
-SHAPES: dict[str, Any] = json.loads((ROOT / "tests" / "large_trunks.json").read_text())
+SHAPES: dict[str, Any] = read_json(REPOSITORY / "tests" / "large_trunks.json")
 """What the released configs have of the shapes, without what changes no plan."""
-QWEN3_5_9B: dict[str, Any] = json.loads((ROOT / "inference" / "benchmarks" / "qwen3_5_9b.json").read_text())
+QWEN3_5_9B: dict[str, Any] = read_json(REPOSITORY / "inference" / "benchmarks" / "qwen3_5_9b.json")
 TRUNKS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "Qwen3.5-9B, here": (QWEN3_5_9B, "native", False),
     "Qwen3-235B-A22B, here": (SHAPES["Qwen3-235B-A22B"], "random", False),
@@ -30,7 +30,7 @@ def planned(directory: Path, name: str, processes: int) -> CheckResult:
     config, init, served = TRUNKS[name]
     trunk = directory / "trunk"
     trunk.mkdir(exist_ok=True)
-    (trunk / "config.json").write_text(json.dumps(config))
+    write_json(trunk / "config.json", config)
     (directory / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     server = {"endpoint": "http://localhost:8000/v1"}
     recipe = {

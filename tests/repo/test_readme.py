@@ -12,11 +12,10 @@ import pytest
 from mtp_train.cli.main import build_parser
 from mtp_train.families import FAMILIES
 from mtp_train.recipe.loading import load_recipe
+from repository import RECIPES, REPOSITORY
 from scripts.commands_page import page
 from scripts.support_table import table, witnessed
 
-REPOSITORY = Path(__file__).parents[2]
-RECIPES = REPOSITORY / "recipes"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(
     path

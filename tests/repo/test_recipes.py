@@ -16,18 +16,18 @@ from accelerate.utils import DistributedType
 from torch.distributed.run import get_args_parser
 
 from mtp_train.recipe.loading import dump_recipe, load_recipe
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path not in MACHINES)
-FIELDS = ROOT / "recipes" / "fields.md"
-NODES = ROOT / "recipes" / "distributed.md"
-SLURM = ROOT / "recipes" / "slurm" / "nodes.sh"
-SCHEMA = ROOT / "mtp_train" / "recipe" / "schema.json"
+MACHINES = sorted((REPOSITORY / "recipes" / "accelerate").glob("*.yaml"))
+RECIPES = sorted(path for path in (REPOSITORY / "recipes").rglob("*.yaml") if path not in MACHINES)
+FIELDS = REPOSITORY / "recipes" / "fields.md"
+NODES = REPOSITORY / "recipes" / "distributed.md"
+SLURM = REPOSITORY / "recipes" / "slurm" / "nodes.sh"
+SCHEMA = REPOSITORY / "mtp_train" / "recipe" / "schema.json"
 
 
 def named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    return str(path.relative_to(REPOSITORY))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=named)
@@ -66,7 +66,7 @@ def test_override_example_of_the_header_loads(path: Path) -> None:
 )
 def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path) -> None:
     words = [sys.executable, "-m", *f"mtp_train.recipe.{command}".split()]
-    printed = subprocess.run(words, capture_output=True, check=True, cwd=ROOT).stdout
+    printed = subprocess.run(words, capture_output=True, check=True, cwd=REPOSITORY).stdout
     assert printed == path.read_bytes(), f"run: python -m mtp_train.recipe.{command} > new && mv new {named(path)}"
 
 
@@ -90,7 +90,7 @@ def assert_two_nodes(words: list[str], node: int, address: str) -> None:
     """Check that accelerate's launcher reads a node of two with 8 GPUs each, and shards."""
     args = launch_command_parser().parse_args(words)
     assert (args.machine_rank, args.main_process_ip, args.module) == (node, address, True)
-    file = ClusterConfig.from_yaml_file(ROOT / args.config_file)
+    file = ClusterConfig.from_yaml_file(REPOSITORY / args.config_file)
     assert (file.num_machines, file.distributed_type) == (2, DistributedType.FSDP)
     assert (args.num_processes or file.num_processes) == 16
     assert args.num_machines in (None, 2)
@@ -109,7 +109,7 @@ def test_the_commands_for_several_nodes_are_ones_that_the_launchers_read() -> No
     assert (args.nnodes, args.nproc_per_node, args.node_rank, args.master_port) == ("2", "8", 1, 29500)
     assert (args.master_addr, args.module, args.training_script) == ("node-0", True, "mtp_train")
     (script,) = [line.split()[1] for line in text.splitlines() if line.startswith("sbatch ")]
-    assert ROOT / script == SLURM
+    assert REPOSITORY / script == SLURM
 
 
 # Each stands in for a program of Slurm, or prints how accelerate would be started.
@@ -130,7 +130,7 @@ def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> No
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", str(SLURM), "my-27b.yaml", "train.lr=1e-4"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **job},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": path, **job},
         capture_output=True,
         text=True,
         check=False,
@@ -147,10 +147,10 @@ def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> No
 def test_the_tests_that_pages_name_exist() -> None:
     defined = {
         name
-        for file in (ROOT / "tests").rglob("test_*.py")
+        for file in (REPOSITORY / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
     }
-    pages = [*(ROOT / "recipes").glob("*.md"), ROOT / "README.md", ROOT / "STATUS.md"]
+    pages = [*(REPOSITORY / "recipes").glob("*.md"), REPOSITORY / "README.md", REPOSITORY / "STATUS.md"]
     named_tests = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert len(named_tests) > 30
     assert named_tests <= defined, sorted(named_tests - defined)

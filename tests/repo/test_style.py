@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from repository import REPOSITORY
+
 DIRECTORIES = ("mtp_train", "inference", "recipes", "scripts", "tests", ".ci")
 TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".html", ".ipynb", ""}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60

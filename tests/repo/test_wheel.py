@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from repository import REPOSITORY
+
 ASSETS = Path("mtp_train/demo_assets")
 SHIPPED = Path("mtp_train/shipped_recipes")
 MAX_ASSET_BYTES = 12_000_000

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from runs import write_inputs, write_recipe
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from repository import SCRIPTS
+from runs import Capture, write_inputs, write_recipe
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +76,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_every_cell_is_trained_measured_and_not_done_twice(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     import ablate
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import base_and_finetune
+from json_files import read_json, write_json
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
@@ -32,11 +32,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / HEAD_CONFIG_FILE).read_text())
+    config = read_json(path / HEAD_CONFIG_FILE)
     removed = {key for key, value in changes.items() if value is None}
-    (path / HEAD_CONFIG_FILE).write_text(
-        json.dumps({key: value for key, value in (config | changes).items() if key not in removed})
-    )
+    write_json(path / HEAD_CONFIG_FILE, {key: value for key, value in (config | changes).items() if key not in removed})
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

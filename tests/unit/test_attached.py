@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from checkpoints import save_stripped, set_fields
+from checkpoints import save_stripped, save_tensors, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import UnsupportedModelError
@@ -22,17 +21,13 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import random_tokens, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
 
 SCALED = ("granite", "cohere", "cohere2")
 BOUNDED = ("gemma2", "gemma3_text")
 LIMIT = 1024
 """Where the tiny Phi's frequencies change."""
-
-
-def random_tokens(num_tokens: int, num_rows: int = 1) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
 
 
 def random_head(name: str, path: Path) -> MtpHead:
@@ -105,7 +100,7 @@ def pack_experts(path: Path) -> Path:
         size = (num_experts, num_out, num_in // 32)
         tensors[f"{key}_blocks"] = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{key}_scales"] = torch.randint(122, 126, size, generator=generator, dtype=torch.uint8)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
     return path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import base_and_finetune
+from json_files import write_rows
 from mtp_train import check
 from mtp_train.data.records import text_group
 from mtp_train.data.tokenize import Document
@@ -140,12 +140,12 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["train.micro_batch_sequences"] == 1
 
 
-def test_the_counts_of_a_plan_are_those_of_the_run(inputs: Path, tmp_path: Path) -> None:
+def test_the_counts_of_a_plan_are_those_of_the_run(inputs: Path, tmp_path: Path, new_run: Path) -> None:
     # Near-duplicates: 40 records in fewer groups than prompts.
     rows = [{"prompt": f"{'list the primes from ' * 9}{number % 25}", "response": "no"} for number in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "pairs.jsonl", rows)
     sources = [{"path": str(tmp_path / "pairs.jsonl")}]
-    found = check(mapping(inputs, tmp_path / "run", data__sources=sources, data__group_field=None), processes=1)
+    found = check(mapping(inputs, new_run, data__sources=sources, data__group_field=None), processes=1)
     told = re.search(
         r"answers of the trunk to (\d+) prompts of .*; training on (\d+) records in (\d+) groups, (\d+) records in "
         r"(\d+) groups held out; evaluating on (\d+) prompts of (\d+) groups",
@@ -200,9 +200,9 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
 
 
-def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, tmp_path: Path) -> None:
+def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, new_run: Path) -> None:
     small = Device("small", "cuda", 1 << 10)
-    _, choices = resolved_recipe(mapping(inputs, tmp_path / "run"), device=small)
+    _, choices = resolved_recipe(mapping(inputs, new_run), device=small)
     reasons = {choice.field: (choice.value, choice.reason) for choice in choices}
     assert reasons["data.regenerate.batch_size"] == (1, "the trunk itself does not fit on a process")
     assert reasons["train.micro_batch_sequences"] == (1, "no activations fit beside the trunk")
@@ -216,23 +216,23 @@ def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
     return plain
 
 
-def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:
-    found, choices = resolved_recipe(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
+def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, new_run: Path) -> None:
+    found, choices = resolved_recipe(mapping(inputs, new_run), ["evaluate.prompts=5"])
     assert found.evaluate.prompts == 5
     assert found.train.lr == 1e-3
     assert {choice.field for choice in choices} == set(AUTOMATIC) - {"train.lr", "evaluate.prompts"}
     assert all(choice.reason for choice in choices)
-    assert found == recipe_of(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
+    assert found == recipe_of(mapping(inputs, new_run), ["evaluate.prompts=5"])
 
 
-def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> None:
-    before, _ = resolved_recipe(mapping(inputs, tmp_path / "run"))
+def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path, new_run: Path) -> None:
+    before, _ = resolved_recipe(mapping(inputs, new_run))
     recorded = before.replaced({"train.max_steps": 77})
-    RunDirectory(tmp_path / "run").path.mkdir()
-    RunDirectory(tmp_path / "run").record_recipe(recorded)
-    again, choices = resolved_recipe(mapping(inputs, tmp_path / "run"))
+    RunDirectory(new_run).path.mkdir()
+    RunDirectory(new_run).record_recipe(recorded)
+    again, choices = resolved_recipe(mapping(inputs, new_run))
     assert again == recorded
-    assert Choice("train.max_steps", 77, f"recorded in {tmp_path / 'run'}") in choices
+    assert Choice("train.max_steps", 77, f"recorded in {new_run}") in choices
     elsewhere, _ = resolved_recipe(mapping(inputs, tmp_path / "other"))
     assert elsewhere.train == before.train
 
@@ -246,20 +246,20 @@ def test_a_head_that_drafts_well_before_training_gets_a_fifth_of_the_rate() -> N
     assert lr_choice(on_lora, 128, 0.85).value == pytest.approx(2 * rule)
 
 
-def test_a_step_is_of_whole_micro_batches(inputs: Path, tmp_path: Path) -> None:
+def test_a_step_is_of_whole_micro_batches(inputs: Path, new_run: Path) -> None:
     asked = {"train.tokens_per_step": "auto", "train.micro_batch_sequences": 3, "data.seq_len_tokens": 1024}
-    found = recipe_of(mapping(inputs, tmp_path / "run"), asked).train
+    found = recipe_of(mapping(inputs, new_run), asked).train
     assert found.tokens_per_step % (3 * 1024) == 0
 
 
-def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
+def test_lengths_are_counted_in_tokens(tmp_path: Path, new_run: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
     byte_tokenizer().save_pretrained(base)
     (tmp_path / "pairs.jsonl").write_text(
         '{"prompt": "abcd", "response": "ef"}\n' * 3 + '{"prompt": "a", "response": ""}\n'
     )
     mapped = tiny_mapping(
-        tmp_path, tmp_path / "run", data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
+        tmp_path, new_run, data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
     )
     mapped["model"]["trunk"] = str(base)
     mapped["gate"] = {"enabled": False}

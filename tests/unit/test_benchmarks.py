@@ -20,6 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import mtp_train
 from mtp_train.trunk import recurrent_kernels
+from repository import REPOSITORY
 from tiny import tiny_trunk
 
 DEMO = Path(mtp_train.__file__).parent / "demo_assets" / "base" / "config.json"
@@ -32,7 +33,7 @@ SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-l
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import as a script does, whose directory comes first."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "inference" / "benchmarks"))
+    monkeypatch.syspath_prepend(str(REPOSITORY / "inference" / "benchmarks"))
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
-from scripted import RereadingDrafter, RereadingDrafting
+from scripted import RereadingDrafter, RereadingDrafting, random_prompt
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 
@@ -64,7 +64,7 @@ trunk_of = functools.cache(tiny_trunk)
 
 
 def prompt(num_tokens: int) -> list[int]:
-    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
+    return random_prompt(num_tokens, num_tokens)
 
 
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01)

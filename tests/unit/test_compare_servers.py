@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from json_files import read_json, write_json
 from llama_server import GROUPS, NEW_TOKENS, llama, serving, write_rows
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
 from mtp_train.evaluation.results import load_report
 from openai_server import ReplyFn, openai_server
+from runs import Capture, run_command
 
 
 @pytest.fixture
@@ -26,22 +28,22 @@ def suite(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compare(suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def compare(suite: Path, tmp_path: Path, capfd: Capture) -> Callable[..., tuple[int, str]]:
     def run(*replies: ReplyFn, names: tuple[str, ...] = ("stale", "retrained"), more: tuple[str, ...] = ()) -> Any:
         with ExitStack() as stack:
             served = [stack.enter_context(serving(one)) for one in replies]
             # As llama-server prints its address: without the API's version.
             arms = [f"{name}={one.url.removesuffix('/v1')}" for name, one in zip(names, served, strict=True)]
             flags = ["--suite", str(suite), "--temperatures", "0", "--out", str(tmp_path / "out")]
-            code = main(["compare", *arms, *more, *flags])
+            code = run_command("compare", *arms, *more, *flags)
         return code, capfd.readouterr()
 
     return run
 
 
-def test_a_better_head_passes_by_the_counts_of_both_servers(compare: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_better_head_passes_by_the_counts_of_both_servers(compare: Callable[..., Any], out: Path) -> None:
     code, printed = compare(llama(0), llama(2))
-    report = load_report(tmp_path / "out" / "report.json")
+    report = load_report(out / "report.json")
     assert (code, report.gate.outcome, report.gate.passed, report.gate.baseline) == (0, "passed", True, "stale")
     (setting,) = report.gate.settings
     assert (setting.setting, setting.groups, setting.prompts) == ("greedy", GROUPS, GROUPS)
@@ -56,7 +58,7 @@ def test_a_better_head_passes_by_the_counts_of_both_servers(compare: Callable[..
     assert (comparison.first, comparison.differs, comparison.same_trunk) == ("stale", True, True)
     assert set(report.endpoint) == {"stale", "retrained"}
     assert "retrained beats stale" in printed.out
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert (out / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -70,30 +72,30 @@ def test_a_better_head_passes_by_the_counts_of_both_servers(compare: Callable[..
     ids=["equal", "worse", "as slow as without drafts", "slower than without drafts"],
 )
 def test_a_head_that_is_not_better_exits_with_3(
-    compare: Callable[..., Any], tmp_path: Path, replies: tuple[ReplyFn, ...], outcome: str, baseline: str
+    compare: Callable[..., Any], out: Path, replies: tuple[ReplyFn, ...], outcome: str, baseline: str
 ) -> None:
     code, _ = compare(*replies)
-    gate = load_report(tmp_path / "out" / "report.json").gate
+    gate = load_report(out / "report.json").gate
     assert (code, gate.outcome, gate.baseline) == (3, outcome, baseline)
 
 
-def test_against_plain_decoding_the_servers_own_clock_decides(compare: Callable[..., Any], tmp_path: Path) -> None:
+def test_against_plain_decoding_the_servers_own_clock_decides(compare: Callable[..., Any], out: Path) -> None:
     code, _ = compare(llama(-1, ms_per_token=3.0), llama(2))
-    (setting,) = load_report(tmp_path / "out" / "report.json").gate.settings
+    (setting,) = load_report(out / "report.json").gate.settings
     assert (code, setting.decides, setting.verdict) == (0, "speedup", "above")
     assert setting.speedup == pytest.approx((1 + 3 * NEW_TOKENS) / (1 + NEW_TOKENS))
 
 
-def test_servers_that_write_other_texts_may_not_serve_one_trunk(compare: Callable[..., Any], tmp_path: Path) -> None:
+def test_servers_that_write_other_texts_may_not_serve_one_trunk(compare: Callable[..., Any], out: Path) -> None:
     compare(llama(0), llama(2, text="another"))
-    report = load_report(tmp_path / "out" / "report.json")
+    report = load_report(out / "report.json")
     assert "Only 0% of the greedy texts are the same: do both serve one trunk?" in report.gate.reason
     assert {one.same_trunk for one in report.comparisons} == {False}
 
 
-def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any], tmp_path: Path) -> None:
+def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any], out: Path) -> None:
     code, _ = compare(llama(0), llama(2), llama(1), names=("a", "b", "c"))
-    report = load_report(tmp_path / "out" / "report.json")
+    report = load_report(out / "report.json")
     assert (code, report.gate, list(report.arms)) == (0, None, ["a", "b", "c"])
     assert {(one.first, one.second) for one in report.comparisons} == {("a", "b"), ("a", "c"), ("b", "c")}
 
@@ -112,15 +114,15 @@ def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any
     ids=["no head", "a checkpoint among them", "one name twice"],
 )
 def test_what_the_gate_cannot_judge_is_an_error(
-    compare: Callable[..., Any], tmp_path: Path, replies: tuple[ReplyFn, ...], more: tuple[str, ...], told: str
+    compare: Callable[..., Any], out: Path, replies: tuple[ReplyFn, ...], more: tuple[str, ...], told: str
 ) -> None:
     code, printed = compare(*replies, more=more)
     assert code == 2
     assert re.search(told, printed.err), printed.err
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
-def test_servers_are_asked_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_asked_with_a_key(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVERS_KEY", "word")
     shows = {"/props": lambda: json.dumps({"model_path": str(demo_path("finetune"))})}
     with (
@@ -128,15 +130,15 @@ def test_servers_are_asked_with_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
         openai_server(llama(2), owner="llamacpp", shows=shows) as second,
     ):
         arms = [f"stale={first.url}", f"retrained={second.url}", "--suite", "demo", "--temperatures", "0"]
-        main(["compare", *arms, "--api-key-env", "SERVERS_KEY", "--concurrency", "2", "--out", str(tmp_path / "out")])
+        run_command("compare", *arms, "--api-key-env", "SERVERS_KEY", "--concurrency", "2", "--out", out)
         for one in (first, second):
             assert one.headers
             assert all(sent["Authorization"] == "Bearer word" for sent in one.headers)
 
 
-def test_a_server_elsewhere_needs_the_name_of_its_trunk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_elsewhere_needs_the_name_of_its_trunk(out: Path, capfd: Capture) -> None:
     with openai_server(llama(0), owner="llamacpp", shows={"/props": lambda: '{"model_path": "/far/away.gguf"}'}) as one:
-        assert main(["compare", f"a={one.url}", f"b={one.url}", "--out", str(tmp_path / "out")]) == 2
+        assert run_command("compare", f"a={one.url}", f"b={one.url}", "--out", out) == 2
     told = capfd.readouterr().err
     assert "serves /far/away.gguf; expected files on this machine" in told
     assert "--tokenizer CKPT" in told
@@ -155,7 +157,7 @@ def evaluate(suite: Path, tmp_path: Path) -> Callable[..., Path]:
         out = tmp_path / name
         with serving(reply) as served:
             command = ["evaluate", str(demo_path("finetune")), "--endpoint", served.url, "--served-only"]
-            assert main([*command, "--suite", str(suite), *GREEDY, *more, "--out", str(out)]) == 0
+            assert run_command(*command, "--suite", suite, *GREEDY, *more, "--out", out) == 0
         return out
 
     return run
@@ -171,10 +173,10 @@ def without_times(report: Any) -> Any:
 
 @pytest.mark.parametrize("replies", [(llama(0), llama(2)), (llama(2), llama(0)), (llama(-1), llama(2))])
 def test_evaluations_of_servers_are_judged_as_servers_at_once_are(
-    compare: Callable[..., Any], evaluate: Callable[..., Path], suite: Path, tmp_path: Path, replies: Any
+    compare: Callable[..., Any], evaluate: Callable[..., Path], suite: Path, tmp_path: Path, out: Path, replies: Any
 ) -> None:
     code, _ = compare(*replies)
-    at_once = load_report(tmp_path / "out" / "report.json").to_json()
+    at_once = load_report(out / "report.json").to_json()
     arms = [f"{name}={evaluate(name, one)}" for name, one in zip(("stale", "retrained"), replies, strict=True)]
     command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "after")]
     assert main(command) == code
@@ -186,10 +188,10 @@ def test_evaluations_of_servers_are_judged_as_servers_at_once_are(
 
 
 def test_an_evaluation_is_compared_with_a_server_that_runs(
-    compare: Callable[..., Any], evaluate: Callable[..., Path], tmp_path: Path
+    compare: Callable[..., Any], evaluate: Callable[..., Path], out: Path
 ) -> None:
     code, _ = compare(llama(2), names=("retrained",), more=(f"stale={evaluate('stale', llama(0))}",))
-    gate = load_report(tmp_path / "out" / "report.json").gate
+    gate = load_report(out / "report.json").gate
     assert (code, gate.outcome, gate.baseline) == (3, "refused", "retrained")
 
 
@@ -209,7 +211,7 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
     suite: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Capture,
     more: tuple[str, ...],
     odd: str,
 ) -> None:
@@ -220,7 +222,7 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
         # The file has other prompts by now.
         Path("other.jsonl").replace(suite)
     arms.append(f"retrained={evaluate('retrained', llama(2), *more)}")
-    assert main(["compare", *arms, "--suite", str(suite), *GREEDY, "--out", "out"]) == 2
+    assert run_command("compare", *arms, "--suite", suite, *GREEDY, "--out", "out") == 2
     told = capfd.readouterr().err
     assert f"arm {'retrained' if more else 'stale'}: " in told
     assert f" differs in {odd}; expected" in told
@@ -236,25 +238,31 @@ def test_evaluations_with_other_prompts_or_settings_are_refused(
     ],
 )
 def test_an_unfinished_evaluation_or_one_without_records_is_refused(
-    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], lost: str, told: str
+    evaluate: Callable[..., Path],
+    suite: Path,
+    tmp_path: Path,
+    out: Path,
+    capfd: Capture,
+    lost: str,
+    told: str,
 ) -> None:
     arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
     place = tmp_path / "retrained"
     if lost == "server":
         # As of a checkpoint that was measured here.
-        study = json.loads((place / "study.json").read_text())
-        (place / "study.json").write_text(json.dumps({**study, "server": None}))
+        study = read_json(place / "study.json")
+        write_json(place / "study.json", {**study, "server": None})
     else:
         (place / lost).rename(tmp_path / "lost")
-    assert main(["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "out")]) == 2
+    assert run_command("compare", *arms, "--suite", suite, *GREEDY, "--out", out) == 2
     assert told in capfd.readouterr().err
 
 
 def test_a_comparison_is_not_of_an_evaluation_that_was_made_again(
-    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    evaluate: Callable[..., Path], suite: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     arms = [f"{name}={evaluate(name, llama(0))}" for name in ("stale", "retrained")]
-    command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(tmp_path / "out")]
+    command = ["compare", *arms, "--suite", str(suite), *GREEDY, "--out", str(out)]
     assert main(command) == 3
     shutil.rmtree(tmp_path / "retrained")
     evaluate("retrained", llama(2))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
+from json_files import write_rows
 from mtp_train.checkpoints.tokenizer import render_chat, require_variables, template_variables
 from mtp_train.data import tokenize
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
@@ -181,7 +182,7 @@ def test_what_the_template_reads_and_is_not_passed_is_counted_and_named(tmp_path
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     rows = [{"messages": messages, "enable_thinking": on, "score": 1} for on in (True, False, None)]
     rows.append({"messages": messages, "chat_template_kwargs": {"enable_thinking": False, "mode": 1}})
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "a.jsonl", rows)
     records = load_records(str(tmp_path / "a.jsonl"))
     assert template_notes(records, byte_tokenizer(THINKS)) == [
         "2 of 4 records have enable_thinking, which is not put into their text; a chat template gets what "
@@ -250,7 +251,7 @@ def test_a_suite_passes_tools_and_variables(tmp_path: Path, caplog: pytest.LogCa
     messages = [{"role": "user", "content": "hi"}]
     rows: list[dict[str, Any]] = [{"messages": messages, "tools": TOOLS}, {"prompt": messages}]
     rows += [{"instruction": "hi", "documents": []}, {"prompt": "raw", "tools": TOOLS}]
-    (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "s.jsonl", rows)
     tokenizer = byte_tokenizer(THINKS)
     off: dict[str, Any] = {"enable_thinking": False}
     grid = EvaluationGrid(suite=str(tmp_path / "s.jsonl"), chat_template_kwargs=off)

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 
+from json_files import write_rows
 from mtp_train.data.records import Chat, PlainText, PromptResponse, text_group
 from mtp_train.data.sources import load_records, local_files
 from mtp_train.errors import DataError
@@ -25,7 +26,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 

@@ -91,9 +91,9 @@ def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: Speculati
         assert result.num_drafts > 0
 
 
-def test_a_run_directory_stands_for_its_export(pristine: Path, tmp_path: Path) -> None:
-    shutil.copytree(pristine / "base", tmp_path / "run" / "export")
-    loaded = SpeculativeDecoder.from_pretrained(tmp_path / "run", device="cpu")
+def test_a_run_directory_stands_for_its_export(pristine: Path, new_run: Path) -> None:
+    shutil.copytree(pristine / "base", new_run / "export")
+    loaded = SpeculativeDecoder.from_pretrained(new_run, device="cpu")
     assert loaded.generate(PROMPT, 4)[0].num_drafts > 0
 
 

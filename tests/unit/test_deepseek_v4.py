@@ -7,28 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_quantised import FP8, to_fp8
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
+from checkpoints import all_tensors, base_and_finetune, own_head, save_tensors, save_with_head, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import read_plain_in_blocks
-from mtp_train.cli.main import main
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
-from runs import document
+from runs import Capture, document, run_command
 from scripted import random_prompt
 from tiny import tiny_head, tiny_trunk
 
 NAME = "deepseek_v4"
-Capture = pytest.CaptureFixture[str]
 
 
 def as_released(path: Path) -> Path:
@@ -37,7 +33,7 @@ def as_released(path: Path) -> Path:
     for key, value in load_file(path / SINGLE_FILE).items():
         key = key.removeprefix("model.").replace("embed_tokens.", "embed.")
         renamed[key.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")] = value
-    save_file(renamed, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(renamed, path / SINGLE_FILE)
     return path
 
 
@@ -60,7 +56,7 @@ def packed(path: Path) -> dict[str, Tensor]:
     for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
         pack = to_fp4 if ".experts." in key else to_fp8
         tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": FP8})
     return plain
 
@@ -68,13 +64,13 @@ def packed(path: Path) -> dict[str, Tensor]:
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    return trunk, build_head(
-        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
-    ).eval()
+    return trunk, own_head(checkpoint)
 
 
 @torch.inference_mode()
-def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: Path, capfd: Capture) -> None:
+def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(
+    tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     base, finetune = base_and_finetune(tmp_path, NAME)
     as_released(base)
     assert {"embed.weight", "head.weight", "hc_head_fn", "mtp.0.emb.tok_emb.weight"} <= all_tensors(base).keys()
@@ -89,8 +85,8 @@ def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: 
     # Every parameter was moved; a table that routes by token and three biases of routers are none.
     num_tensors = len(all_tensors(finetune))
     assert stripped["trunk_changed"]["share_of_tensors"] == pytest.approx((num_tensors - 4) / num_tensors)
-    document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
-    written, tuned, original = (all_tensors(path) for path in (tmp_path / "out", finetune, base))
+    document(["graft", finetune, "--from", base, "--out", out], capfd)
+    written, tuned, original = (all_tensors(path) for path in (out, finetune, base))
     own = {key for key in original if key.startswith("mtp.")}
     assert written.keys() == tuned.keys() | own
     shared = {"mtp.0.emb.tok_emb.weight": "model.embed_tokens.weight", "mtp.0.head.weight": "head.weight"}
@@ -127,26 +123,28 @@ def test_every_block_of_a_packed_weight_is_read_with_its_own_scales(
         assert torch.equal(torch.cat(blocks), value), key
 
 
-def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_path: Path, capfd: Capture) -> None:
+def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(
+    tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     base, finetune = base_and_finetune(tmp_path, NAME)
     plain = packed(base)
     released = document(["inspect", base], capfd)
     assert released["status"] == "healthy"
     assert f"mtp-train export {base} --out model-head --gguf f16" in released["serves"]["llama.cpp"]
-    document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
-    written = all_tensors(tmp_path / "out")
+    document(["graft", finetune, "--from", base, "--out", out], capfd)
+    written = all_tensors(out)
     head = {key: value for key, value in plain.items() if key.startswith("mtp.")}
     assert {"mtp.0.e_proj.weight", "mtp.0.attn.wkv.weight", "mtp.0.ffn.experts.3.w2.weight"} <= head.keys()
     assert all(torch.equal(written[key], value.bfloat16()) for key, value in head.items())
     assert not any(key.endswith(".scale") for key in written)
-    assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
+    assert document(["inspect", out], capfd)["status"] == "healthy"
 
 
-def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -> None:
+def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path, out: Path) -> None:
     base, _ = base_and_finetune(tmp_path, NAME)
     write_adapter(as_released(base), tmp_path / "lora", target_modules=["lm_head", "weights_proj"])
-    assert main(["merge", str(base), "--adapter", str(tmp_path / "lora"), "--out", str(tmp_path / "out")]) == 0
-    before, after = all_tensors(base), all_tensors(tmp_path / "out")
+    assert run_command("merge", base, "--adapter", tmp_path / "lora", "--out", out) == 0
+    before, after = all_tensors(base), all_tensors(out)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     indexers = {f"layers.{layer}.attn.indexer.weights_proj.weight" for layer in (1, 3)}
     assert changed == {"head.weight", "mtp.0.head.weight", *indexers}

@@ -19,6 +19,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import recorded_arms
 from mtp_train.runs.inputs import HOME_PROMPTS, evaluation_prompts, home_prompts, split_records
 from mtp_train.trunk.load import Trunk, load_trunk
+from repository import RECIPES
 
 CHECKPOINTS = ("base", "finetune")
 
@@ -78,7 +79,7 @@ def test_the_finetune_answers_in_json_and_ends_by_itself(trunk: Trunk, tokenizer
 
 
 def test_the_demo_is_evaluated_evenly_on_at_least_twelve_groups() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "retrain_head.yaml", ["run_dir=unused"])
+    recipe = load_recipe(RECIPES / "retrain_head.yaml", ["run_dir=unused"])
     training, held_out = split_records(recipe)
     prompts = evaluation_prompts(recipe, held_out, AutoTokenizer.from_pretrained(demo_path("finetune")))
     counts = Counter(prompt.group for prompt in prompts)
@@ -92,7 +93,7 @@ def test_the_demo_is_evaluated_evenly_on_at_least_twelve_groups() -> None:
 
 def test_vanilla_decodes_code_in_the_demo_and_the_held_out_prompts_elsewhere() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_path("finetune"))
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "retrain_head.yaml", ["run_dir=unused"])
+    recipe = load_recipe(RECIPES / "retrain_head.yaml", ["run_dir=unused"])
     prompts = home_prompts(recipe, tokenizer)
     assert len({prompt.group for prompt in prompts}) == len(prompts) == HOME_PROMPTS < recipe.evaluate.prompts
     assert all(prompt.id.startswith("demo:code#") for prompt in prompts)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
+from repository import RECIPES
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
-RECIPE = Path(__file__).parents[2] / "recipes" / "attach_head.yaml"
+RECIPE = RECIPES / "attach_head.yaml"
 OUT, DEPTH = "my runs/export", 3
 
 

@@ -20,7 +20,7 @@ from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSa
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
 from plain_decoding import plain_greedy
-from scripted import PassingDrafting, RereadingDrafting, made
+from scripted import PassingDrafting, RereadingDrafting, made, random_prompt
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
@@ -29,9 +29,8 @@ SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
 trunk_of = functools.cache(tiny_trunk)
 
 
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * num_tokens + seed)
-    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+def prompt(num_tokens: int) -> list[int]:
+    return random_prompt(num_tokens, 1000 * num_tokens)
 
 
 @functools.cache

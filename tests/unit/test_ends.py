@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import save_stripped
+from checkpoints import save_stripped, save_tensors
+from json_files import write_json
 from launching import metrics
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
@@ -67,8 +67,8 @@ def test_ends_are_those_of_the_whole_trunk(
 def test_an_adapter_s_embedding_replaces_the_trunk_s(tmp_path: Path) -> None:
     path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
     checkpoint, plain = open_checkpoint(path), tmp_path / "plain"
-    write_adapter(path, plain, target_modules=["q_proj"])
-    write_adapter(path, tmp_path / "saved", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    write_adapter(path, plain)
+    write_adapter(path, tmp_path / "saved", modules_to_save=["embed_tokens", "lm_head"])
     without = outputs(load_ends(checkpoint, dtype=torch.float32))
     assert torch.equal(outputs(load_ends(checkpoint, dtype=torch.float32, adapter=plain))["embed"], without["embed"])
     adapter = tmp_path / "saved"
@@ -83,7 +83,7 @@ def test_an_lm_head_that_is_packed_is_named(tmp_path: Path) -> None:
     tensors = load_file(path / SINGLE_FILE)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     tensors["lm_head.weight_scale_inv"] = torch.ones(1, 1)
-    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is packed; expected a plain embedding and lm_head"):
         load_ends(open_checkpoint(path), dtype=torch.float32)
 
@@ -93,8 +93,8 @@ def part(path: Path) -> Path:
     tensors = load_file(path / SINGLE_FILE)
     files = {key: "layers.safetensors" if "layers." in key else "ends.safetensors" for key in tensors}
     for file in set(files.values()):
-        save_file({key: tensors[key] for key in tensors if files[key] == file}, path / file, {"format": "pt"})
-    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        save_tensors({key: tensors[key] for key in tensors if files[key] == file}, path / file)
+    write_json(path / INDEX_FILE, {"metadata": {}, "weight_map": files})
     (path / SINGLE_FILE).unlink()
     return path / "layers.safetensors"
 

@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import diagnose_head, empty_head
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 2e9
 # The command line, with its peak memory as the last line on stderr. `ru_maxrss` would start at the memory of the parent
 # process.
@@ -62,10 +63,10 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     trunk = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    raw = json.loads((path / "config.json").read_text()) | {"architectures": ["Qwen3_5ForCausalLM"]}
+    raw = read_json(path / "config.json") | {"architectures": ["Qwen3_5ForCausalLM"]}
     # The config does not declare the head: export declares it.
     raw.pop("mtp_num_hidden_layers", None)
-    (path / "config.json").write_text(json.dumps(raw))
+    write_json(path / "config.json", raw)
     family = family_for(raw, where="test")
     layout = HeadLayout(family, "model.", config.num_hidden_layers)
     own = layout.native_shapes(empty_head(family, config, 1)) if head else {}
@@ -73,13 +74,13 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
     files = {key: f"model-{1 + place * num_shards // len(keys):05d}.safetensors" for place, key in enumerate(keys)}
     for file in set(files.values()):
         write_sparse(path / file, {key: (trunk | own)[key] for key in keys if files[key] == file})
-    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    write_json(path / INDEX_FILE, {"metadata": {}, "weight_map": files})
     return sum(2 * torch.Size(shape).numel() for shape in (trunk | own).values())
 
 
 def measured(argv: list[Any]) -> int:
     """Run a command in a process of its own; return the most memory it held, in bytes."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")])}
     command = [sys.executable, "-c", MEASURED, *map(str, argv)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -119,7 +120,7 @@ def test_a_checkpoint_larger_than_memory_is_written_in_two_gigabytes(size: str, 
 
 def save_adapter(path: Path, module: str, config: Qwen3_5TextConfig) -> None:
     path.mkdir()
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+    write_json(path / "adapter_config.json", {"peft_type": "LORA", "r": 8, "lora_alpha": 16})
     rows = 2 * config.num_attention_heads * config.head_dim
     pair = {
         f"{module}.lora_A.weight": torch.ones(8, config.hidden_size),

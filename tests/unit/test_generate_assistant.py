@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from byte_tokenizer import byte_tokenizer
 from checkpoints import rewrite
 from gguf_files import VOCAB_SIZE
+from json_files import read_json
 from mtp_inference import AssistantDrafting, SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
-from runs import document, refusal
+from runs import Capture, document, refusal
 from tiny import tiny_trunk
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
-Capture = pytest.CaptureFixture[str]
 PROMPTS = ("the quick brown fox jumps", "a")
 
 
@@ -109,6 +108,6 @@ def test_a_damaged_assistant_is_refused(saved_trunk: Path, saved_assistant: Path
 
 
 def test_a_trunk_without_its_assistant_says_how_to_give_it(saved_trunk: Path, capfd: Capture) -> None:
-    assert json.loads((saved_trunk / "config.json").read_text())["model_type"] == "gemma4_text"
+    assert read_json(saved_trunk / "config.json")["model_type"] == "gemma4_text"
     message = refusal(["generate", saved_trunk, "--prompt", "a"], capfd)
     assert "the assistant; pass it to generate as --head" in message

@@ -26,13 +26,12 @@ from mtp_train.cli.main import KINDS
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
-from runs import refusal
+from runs import Capture, refusal
 from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
 NORMS_OF_THE_HEAD = ("norm.weight", "layers.1.norm.weight")
-Capture = pytest.CaptureFixture[str]
 
 
 def half(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -53,7 +52,7 @@ def glm(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family_name", SERVED)
-def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path) -> None:
+def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name)
     opened = open_checkpoint(checkpoint)
     offset = GGUF_HEADS[opened.text_config["model_type"]].norm_offset
@@ -63,13 +62,13 @@ def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path) -> None:
         for key, value in stored.items()
         if key in trunk_names(layout) or layout.is_head_key(key)
     ]
-    found = np.concatenate([value.ravel() for value in values(exported(checkpoint, tmp_path / "out")).values()])
+    found = np.concatenate([value.ravel() for value in values(exported(checkpoint, out)).values()])
     wanted = torch.cat([value.flatten() for value in expected]).numpy()
     assert np.array_equal(np.sort(found.astype(np.float16)), np.sort(wanted.astype(np.float16)))
 
 
-def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(qwen), values(exported(qwen, tmp_path / "out"))
+def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, out: Path) -> None:
+    stored, found = all_tensors(qwen), values(exported(qwen, out))
     assert found.keys() == {
         "token_embd.weight",
         "output_norm.weight",
@@ -88,8 +87,8 @@ def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, tmp_pat
         assert np.array_equal(found[name], half(stored[key])), name
 
 
-def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(glm), values(exported(glm, tmp_path / "out"))
+def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, out: Path) -> None:
+    stored, found = all_tensors(glm), values(exported(glm, out))
     layer = "model.layers.3."
     experts = torch.stack([stored[f"{layer}mlp.experts.{expert}.up_proj.weight"] for expert in range(4)])
     assert np.array_equal(found["blk.3.ffn_up_exps.weight"], half(experts))
@@ -116,12 +115,14 @@ PART_OF = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down
         *((name, fuse_experts) for name in STACKED),
     ],
 )
-def test_experts_are_stacked_by_their_numbers(family_name: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_experts_are_stacked_by_their_numbers(
+    family_name: str, store: Callable[[Path], Path], tmp_path: Path, out: Path
+) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name, MANY_EXPERTS)
     layout, stored = layout_of(open_checkpoint(checkpoint)), all_tensors(checkpoint)
     first = [key for key in stored if layout.is_head_key(key) and ".experts.0." in key]
     assert len(first) > 1
-    found = values(exported(store(checkpoint), tmp_path / "out"))
+    found = values(exported(store(checkpoint), out))
     for key in first:
         keys = [key.replace(".experts.0.", f".experts.{number}.") for number in range(MANY_EXPERTS)]
         part = PART_OF[key.split(".")[-2]]
@@ -192,8 +193,8 @@ def test_names_are_those_of_the_gguf_package(model_type: str) -> None:
 
 
 @pytest.mark.skipif(IS_OLD, reason="an older transformers saves a second share of rotated dimensions")
-def test_metadata_of_a_hybrid_trunk(qwen: Path, tmp_path: Path) -> None:
-    found = metadata(exported(qwen, tmp_path / "out"))
+def test_metadata_of_a_hybrid_trunk(qwen: Path, out: Path) -> None:
+    found = metadata(exported(qwen, out))
     expected = {
         "general.architecture": "qwen35",
         "general.type": "model",
@@ -313,8 +314,8 @@ def test_a_mixture_is_described_by_all_of_its_sizes(
     assert {name: value for name, value in found.items() if value is not None} == DESCRIBED | described
 
 
-def test_the_vocabulary_fills_the_embedding(glm: Path, tmp_path: Path) -> None:
-    found, tokenizer = metadata(exported(glm, tmp_path / "out")), byte_tokenizer()
+def test_the_vocabulary_fills_the_embedding(glm: Path, out: Path) -> None:
+    found, tokenizer = metadata(exported(glm, out)), byte_tokenizer()
     tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
     assert len(tokens) == len(kinds) == VOCAB_SIZE
     assert tokens[tokenizer.convert_tokens_to_ids("<|im_end|>")] == "<|im_end|>"
@@ -341,11 +342,13 @@ def test_what_gguf_cannot_describe_is_refused(field: str, config: dict[str, Any]
 # The command
 
 
-def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tmp_path: Path, capfd: Capture) -> None:
+def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(
+    tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "exaone_moe")
-    message = refusal(["export", checkpoint, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
+    message = refusal(["export", checkpoint, "--out", out, "--gguf", "f16"], capfd)
     assert "llama.cpp does not draft with a head of K-EXAONE: keeps the head's tensors and has no graph" in message
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:
@@ -379,19 +382,19 @@ def test_a_tensor_is_quantised_a_few_rows_at_a_time(
     [(float("nan"), "q8_0", "holds NaN or infinite values"), (1e5, "f16", r"too large for f16; .* Use --gguf q8_0")],
 )
 def test_a_weight_that_cannot_be_written_leaves_nothing_behind(
-    qwen: Path, tmp_path: Path, capfd: Capture, value: float, kind: str, reason: str
+    qwen: Path, tmp_path: Path, out: Path, capfd: Capture, value: float, kind: str, reason: str
 ) -> None:
     rewrite(qwen, lambda tensors: tensors["mtp.fc.weight"][0, :1].fill_(value))
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", kind], capfd)
+    message = refusal(["export", qwen, "--out", out, "--gguf", kind], capfd)
     assert re.search(reason, message), message
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]
     if "Use --gguf q8_0" in message:
-        exported(qwen, tmp_path / "out", "q8_0")
+        exported(qwen, out, "q8_0")
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_a_tokenizer_larger_than_the_embedding_is_refused(qwen: Path, out: Path, capfd: Capture) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<more{number}>" for number in range(20)])
     tokenizer.save_pretrained(qwen)
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
+    message = refusal(["export", qwen, "--out", out, "--gguf", "f16"], capfd)
     assert f"has token 278; expected ids below the embedding's {VOCAB_SIZE} rows" in message

@@ -14,10 +14,9 @@ from gguf_files import VOCAB_SIZE, checkpoint_with_head, finish, metadata, write
 from mtp_train import inspect
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.cli.main import main
-from runs import paste, refusal
+from runs import Capture, paste, refusal, run_command
 from tiny import ALL_FAMILIES
 
-Capture = pytest.CaptureFixture[str]
 FLOAT = gguf.GGUFValueType.FLOAT32
 MORE = VOCAB_SIZE + 64
 """Tokens of a fine-tune that added some."""
@@ -53,10 +52,10 @@ def test_a_head_reads_the_embedding_and_the_lm_head_of_its_new_trunk(family_name
     base = checkpoint_with_head(tmp_path / "base", family_name)
     tuned = checkpoint_with_head(tmp_path / "tuned", family_name, vocab_size=MORE)
     trunk = write_trunk_of(tuned, tmp_path / "tuned.gguf")
-    assert main(["export", str(base), "--out", str(tmp_path / "alone"), "--gguf", "f32"]) == 0
+    assert run_command("export", base, "--out", tmp_path / "alone", "--gguf", "f32") == 0
     for number, donor in enumerate((base, tmp_path / "alone" / "mtp-base.gguf")):
         out = tmp_path / f"{number}.gguf"
-        assert main(["graft", str(trunk), "--from", str(donor), "--out", str(out)]) == 0
+        assert run_command("graft", trunk, "--from", donor, "--out", out) == 0
         assert not [one.name for one in gguf.GGUFReader(out).tensors if one.name.endswith(BY_TOKEN)]
         assert inspect(out).status == "healthy"
         assert loads(out)
@@ -67,7 +66,7 @@ def test_a_head_s_own_lm_head_stays_and_has_the_trunk_s_tokens(tmp_path: Path, c
     base = checkpoint_with_head(tmp_path / "base", "step3p7")
     tuned = checkpoint_with_head(tmp_path / "tuned", "step3p7", vocab_size=MORE)
     same, more = write_trunk_of(base, tmp_path / "same.gguf"), write_trunk_of(tuned, tmp_path / "more.gguf")
-    assert main(["graft", str(same), "--from", str(base), "--out", str(tmp_path / "out.gguf")]) == 0
+    assert run_command("graft", same, "--from", base, "--out", tmp_path / "out.gguf") == 0
     name = f"blk.3.{BY_TOKEN[1]}"
     assert name in {one.name for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     assert loads(tmp_path / "out.gguf")
@@ -79,7 +78,7 @@ def test_a_head_s_own_lm_head_stays_and_has_the_trunk_s_tokens(tmp_path: Path, c
 def test_a_head_with_other_experts_is_refused(from_gguf: bool, glm: Path, tmp_path: Path, capsys: Capture) -> None:
     donor = checkpoint_with_head(tmp_path / "six", "glm4_moe", num_experts=6)
     if from_gguf:
-        assert main(["export", str(donor), "--out", str(tmp_path / "alone"), "--gguf", "f32"]) == 0
+        assert run_command("export", donor, "--out", tmp_path / "alone", "--gguf", "f32") == 0
         donor = tmp_path / "alone" / "mtp-six.gguf"
     told = refusal(["graft", glm / "tuned.gguf", "--from", donor, "--out", tmp_path / "out.gguf"], capsys)
     assert f"{donor}: blk.3.exp_probs_b.bias is [6], in the trunk [4]; expected a head for {glm}" in told
@@ -94,7 +93,7 @@ def test_a_row_in_one_file_is_a_vector_in_another(tmp_path: Path) -> None:
     writer.add_embedding_length(32)
     writer.add_tensor("blk.0.ffn_gate_inp_shexp.weight", np.ones(32, dtype=np.float32))
     finish(writer)
-    assert main(["graft", str(trunk), "--from", str(base), "--out", str(tmp_path / "whole.gguf")]) == 0
+    assert run_command("graft", trunk, "--from", base, "--out", tmp_path / "whole.gguf") == 0
 
 
 def changed(source: Path, path: Path, name: str, shape: tuple[int, ...]) -> Path:
@@ -146,7 +145,7 @@ def test_an_empty_list_is_copied(name: str, glm: Path, tmp_path: Path) -> None:
     bounds = [0.0, 0.0, 0.0, 7.0]
     assert with_modules(open_gguf(trunk), {"swiglu_clamp_exp": bounds}, 1)["swiglu_clamp_exp"] == bounds
     out = tmp_path / "whole.gguf"
-    assert main(["graft", str(trunk), "--from", str(glm / "base"), "--out", str(out)]) == 0
+    assert run_command("graft", trunk, "--from", glm / "base", "--out", out) == 0
     found = gguf.GGUFReader(out)
     assert metadata(found)[name] == []
     assert found.get_field(name).parts[3] == FLOAT
@@ -167,7 +166,7 @@ def test_an_output_is_named_as_its_input_is(tuned: str, out: str, glm: Path, tmp
     assert not any(tmp_path.iterdir())
     named = re.search(r"Use --out (\S+)\.$", told)
     assert named is not None, told
-    assert main([*map(str, command), named[1]]) == 0
+    assert run_command(*map(str, command), named[1]) == 0
     assert inspect(named[1]).status == "healthy"
 
 
@@ -176,7 +175,7 @@ def test_the_head_of_a_gguf_file_is_exported_by_the_command_that_is_named(
     more: list[str], glm: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     whole = tmp_path / "whole.gguf"
-    assert main(["graft", str(glm / "tuned.gguf"), "--from", str(glm / "base"), "--out", str(whole)]) == 0
+    assert run_command("graft", glm / "tuned.gguf", "--from", glm / "base", "--out", whole) == 0
     told = refusal(["export", whole, "--out", tmp_path / "head", *more], capsys)
     assert inspect(paste(told.split("'")[1]) / "mtp-whole.gguf").status == "healthy"
 

@@ -5,7 +5,6 @@ What is expected was read from files that llama.cpp's converter wrote for the sa
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
+from json_files import read_json, write_json
 from mtp_train.runs.checkpoint_tools import write
 from tiny import ALL_FAMILIES
 
@@ -171,32 +171,32 @@ NAMES = [name for name in RELEASED if name in ALL_FAMILIES]
 
 def as_released(path: Path, family_name: str) -> Path:
     checkpoint_with_head(path, family_name)
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     text_config = config.get("text_config", config)
     theirs, released = RELEASED[family_name]
     for field in theirs:
         text_config.pop(field)
     text_config.update(released)
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     return path
 
 
 @pytest.mark.parametrize("family_name", NAMES)
 def test_a_released_config_is_described_block_by_block(
-    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_name: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Some released fields are of other sizes than the tiny trunk.
     monkeypatch.setattr(write, "require_whole_trunk", lambda trunk: None)
-    found = metadata(exported(as_released(tmp_path / "tuned", family_name), tmp_path / "out"))
+    found = metadata(exported(as_released(tmp_path / "tuned", family_name), out))
     arch = found["general.architecture"]
     expected = EXPECTED[family_name]
     assert {key: found.get(f"{arch}.{key}") for key in expected} == expected
 
 
 @pytest.mark.skipif("mimo_v2_flash" not in NAMES, reason="this transformers does not run MiMo-V2-Flash")
-def test_query_key_and_value_become_one_matrix(tmp_path: Path) -> None:
+def test_query_key_and_value_become_one_matrix(tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "mimo_v2_flash")
-    stored, found = all_tensors(checkpoint), values(exported(checkpoint, tmp_path / "out"))
+    stored, found = all_tensors(checkpoint), values(exported(checkpoint, out))
     for module in range(3):
         attention = f"model.mtp.layers.{module}.self_attn."
         joined = torch.cat([stored[f"{attention}{part}_proj.weight"] for part in "qkv"])
@@ -208,9 +208,9 @@ def test_query_key_and_value_become_one_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("nemotron_h" not in NAMES, reason="this transformers does not run Nemotron-H")
-def test_a_head_of_two_sublayers_is_one_block(tmp_path: Path) -> None:
+def test_a_head_of_two_sublayers_is_one_block(tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "nemotron_h")
-    stored, found = all_tensors(checkpoint), values(exported(checkpoint, tmp_path / "out"))
+    stored, found = all_tensors(checkpoint), values(exported(checkpoint, out))
     query = stored["mtp.layers.0.mixer.q_proj.weight"].half().float().numpy()
     # Of a head's 16 rows, row 0, then 8, then 1: what llama.cpp's converter makes of each.
     assert np.array_equal(found["blk.5.attn_q.weight"][16:19], query[[16, 24, 17]])
@@ -223,9 +223,9 @@ def test_a_head_of_two_sublayers_is_one_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("step3p7" not in NAMES, reason="this transformers does not run Step-3.5")
-def test_stretched_frequencies_are_written_as_what_divides_them(tmp_path: Path) -> None:
+def test_stretched_frequencies_are_written_as_what_divides_them(tmp_path: Path, out: Path) -> None:
     checkpoint = as_released(tmp_path / "tuned", "step3p7")
-    factors = values(exported(checkpoint, tmp_path / "out"))["rope_freqs.weight"]
+    factors = values(exported(checkpoint, out))["rope_freqs.weight"]
     # Half of the 16 dimensions rotate: wavelengths 2 pi 5e6^(0, 1/4, 1/2, 3/4). The first is left as it is, the last
     # two are longer than the old context; 4096 / wavelength is 13.8 turns for the second.
     between = 1 / ((1 - (13.8 - 1) / 31) / 2 + (13.8 - 1) / 31)

@@ -18,9 +18,8 @@ from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect, rescue
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.cli.main import main
 from mtp_train.runs.pipeline import RunResult
-from runs import paste, refusal
+from runs import Capture, paste, refusal, run_command
 from tiny import IS_OLD
 
 LAYERS = 4
@@ -77,7 +76,7 @@ def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
 
 
 def test_a_head_of_a_checkpoint_joins_its_trunk(
-    base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     before, out = trunk.read_bytes(), tmp_path / "whole.gguf"
     stripped = inspect(trunk)
@@ -139,7 +138,7 @@ def test_a_head_of_a_gguf_file_is_copied_or_stored_anew(
 ) -> None:
     source, out = tmp_path / "alone" / "mtp-base.gguf", tmp_path / "whole.gguf"
     flags = [] if kind is None else ["--head", kind]
-    assert main(["graft", str(trunk), "--from", str(source), "--out", str(out), *flags]) == 0
+    assert run_command("graft", trunk, "--from", source, "--out", out, *flags) == 0
     reader = gguf.GGUFReader(out)
     found = {one.name: one.tensor_type.name for one in reader.tensors}
     assert found[f"blk.{LAYERS}.nextn.eh_proj.weight"] == stored
@@ -154,8 +153,8 @@ def test_a_head_of_a_gguf_file_is_copied_or_stored_anew(
 
 def test_a_head_leaves_its_file_as_it_came(head: gguf.GGUFReader, base: Path, trunk: Path, tmp_path: Path) -> None:
     out = tmp_path / "whole.gguf"
-    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
-    assert main(["export", str(out), "--head-only", "--out", str(tmp_path / "taken")]) == 0
+    assert run_command("graft", trunk, "--from", base, "--out", out, "--head", "f32") == 0
+    assert run_command("export", out, "--head-only", "--out", tmp_path / "taken") == 0
     taken = gguf.GGUFReader(tmp_path / "taken" / "mtp-whole.gguf")
     blocks = {name: one for name, one in raw_of(head).items() if name.startswith("blk.")}
     assert raw_of(taken) == blocks
@@ -166,7 +165,7 @@ def test_splits_are_kept(base: Path, head: gguf.GGUFReader, tmp_path: Path) -> N
     first, second = write_trunk(tmp_path / "tuned.gguf", head, parts=2)
     out = tmp_path / "whole.gguf"
     # Any split names the model.
-    assert main(["graft", str(second), "--from", str(base), "--out", str(out)]) == 0
+    assert run_command("graft", second, "--from", base, "--out", out) == 0
     written = [tmp_path / f"whole-0000{part}-of-00002.gguf" for part in (1, 2)]
     assert written[1].samefile(second)
     assert raw(written[0]).items() >= raw(first).items()
@@ -177,7 +176,7 @@ def test_splits_are_kept(base: Path, head: gguf.GGUFReader, tmp_path: Path) -> N
     assert not out.exists()
 
 
-def test_a_missing_split_is_named(head: gguf.GGUFReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_split_is_named(head: gguf.GGUFReader, tmp_path: Path, capsys: Capture) -> None:
     first, second = write_trunk(tmp_path / "tuned.gguf", head, parts=2)
     second.unlink()
     assert f"{second.name} not found; expected a GGUF file with all of its splits" in refusal(
@@ -185,20 +184,16 @@ def test_a_missing_split_is_named(head: gguf.GGUFReader, tmp_path: Path, capsys:
     )
 
 
-def test_a_head_of_another_shape_or_architecture_is_refused(
-    trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_of_another_shape_or_architecture_is_refused(trunk: Path, tmp_path: Path, capsys: Capture) -> None:
     other = checkpoint_with_head(tmp_path / "other", "glm4_moe")
     told = refusal(["graft", trunk, "--from", other, "--out", tmp_path / "whole.gguf"], capsys)
     assert "its head is for glm4moe with 3 layers of 32 channels; expected qwen35 with 4 of 32" in told
     assert not (tmp_path / "whole.gguf").exists()
 
 
-def test_a_head_that_cannot_work_is_no_healthy_one(
-    base: Path, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_that_cannot_work_is_no_healthy_one(base: Path, trunk: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "whole.gguf"
-    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
+    assert run_command("graft", trunk, "--from", base, "--out", out, "--head", "f32") == 0
     reader = gguf.GGUFReader(out, "r+")
     name = f"blk.{LAYERS}.nextn.eh_proj.weight"
     (matrix,) = (one.data for one in reader.tensors if one.name == name)
@@ -216,7 +211,7 @@ def test_a_head_that_cannot_work_is_no_healthy_one(
 
 
 def test_a_head_with_a_reduced_vocabulary_is_refused(
-    head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     reduced, name = tmp_path / "reduced.gguf", f"blk.{LAYERS}.nextn.shared_head_head.weight"
     writer = writer_of(head, reduced)
@@ -227,8 +222,8 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(base), "--out", str(trunk.parent / "head"), "--gguf", "q8_0"]) == 0
+def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: Capture) -> None:
+    assert run_command("export", base, "--out", trunk.parent / "head", "--gguf", "q8_0") == 0
     (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
     # Neighbours that cannot be read are no reason to refuse a file that can, nor hide a head beside it.
     (trunk.parent / "cut.gguf").write_bytes(b"GGUF\x03")
@@ -238,13 +233,13 @@ def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest
     assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in inspect(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()
-    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out)]) == 0
+    assert run_command("graft", trunk, "--from", base, "--out", out) == 0
     warning = "mtp-base.gguf beside a head in the file: pass one of them"
     assert warning in capsys.readouterr().out
     assert warning in str(inspect(out))
 
 
-def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     assert "cut.gguf: cannot be read as GGUF" in refusal(["inspect", tmp_path / "cut.gguf"], capsys)
 
@@ -257,7 +252,7 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
     base: Path,
     head: gguf.GGUFReader,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
@@ -298,9 +293,7 @@ def test_a_quantised_value_is_rounded_once(
 
 
 @needs_reader
-def test_an_architecture_that_transformers_does_not_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_architecture_that_transformers_does_not_read_is_named(tmp_path: Path, capsys: Capture) -> None:
     other = exported(checkpoint_with_head(tmp_path / "other", "glm4_moe"), tmp_path / "alone")
     assert other is not None
     file = tmp_path / "alone" / "mtp-other.gguf"

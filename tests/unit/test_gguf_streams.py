@@ -110,8 +110,8 @@ def v4(tmp_path: Path) -> Path:
     return checkpoint_with_head(tmp_path / "tuned", NAME)
 
 
-def test_every_tensor_stands_where_llama_cpp_looks_for_it(v4: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(as_released(v4)), values(exported(v4, tmp_path / "out", "f32"))
+def test_every_tensor_stands_where_llama_cpp_looks_for_it(v4: Path, out: Path) -> None:
+    stored, found = all_tensors(as_released(v4)), values(exported(v4, out, "f32"))
     expected = {ours: stored[f"mtp.0.{theirs}"] for ours, theirs in NATIVE_NAMES.items()}
     expected |= {
         f"blk.4.ffn_{ours}_exps.weight": torch.stack(
@@ -132,29 +132,29 @@ def test_every_tensor_stands_where_llama_cpp_looks_for_it(v4: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("fields", [RELEASED | dict.fromkeys(OURS), {"rope_parameters": {"rope_type": "yarn", **YARN}}])
 def test_a_release_is_described_as_transformers_own_config_of_it(
-    fields: dict[str, Any], v4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], v4: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tiny trunk's compressors are made for other rates.
     monkeypatch.setattr(write, "require_whole_trunk", lambda trunk: None)
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     set_fields(v4, {"compress_rates": rates, **fields})
-    found = metadata(exported(v4, tmp_path / "out"))
+    found = metadata(exported(v4, out))
     assert (found["general.architecture"], found["tokenizer.ggml.pre"]) == ("deepseek4", "joyai-llm")
     assert {key: found.get(f"deepseek4.{key}") for key in FIELDS} == FIELDS
 
 
-def test_what_mixes_streams_stays_in_fp32(v4: Path, tmp_path: Path) -> None:
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in exported(v4, tmp_path / "out", "q8_0").tensors}
+def test_what_mixes_streams_stays_in_fp32(v4: Path, out: Path) -> None:
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in exported(v4, out, "q8_0").tensors}
     assert {kind for name, kind in kinds.items() if "hc_" in name} == {"F32"}
     assert kinds["blk.4.nextn.eh_proj.weight"] == "Q8_0"
 
 
 def test_a_release_s_head_in_fp4_and_fp8_is_written_as_what_it_stands_for(
-    v4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    v4: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = packed(v4)
     monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
-    found = values(exported(v4, tmp_path / "out", "f32"))
+    found = values(exported(v4, out, "f32"))
     halves = [plain[f"mtp.0.{one}_proj.weight"] for one in "eh"]
     assert np.array_equal(found["blk.4.nextn.eh_proj.weight"], torch.cat(halves, dim=1).numpy())
     assert np.array_equal(found["blk.4.attn_output_a.weight"], plain["mtp.0.attn.wo_a.weight"].numpy())
@@ -163,10 +163,10 @@ def test_a_release_s_head_in_fp4_and_fp8_is_written_as_what_it_stands_for(
     assert np.abs(up).max() > 0
 
 
-def test_a_head_in_fp8_keeps_what_bf16_would_round(tmp_path: Path) -> None:
+def test_a_head_in_fp8_keeps_what_bf16_would_round(tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "glm4_moe")
     plain = quantise(checkpoint, r"model\.layers\.3\..*_proj\.weight|lm_head")
-    found = values(exported(checkpoint, tmp_path / "out", "f32"))
+    found = values(exported(checkpoint, out, "f32"))
     for name, key in {
         "output.weight": "lm_head.weight",
         "blk.3.nextn.eh_proj.weight": "model.layers.3.eh_proj.weight",

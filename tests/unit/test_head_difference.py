@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields
+from checkpoints import all_tensors, base_and_finetune, same, save_tensors, save_with_head, set_fields
+from json_files import read_json, write_json
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
@@ -146,7 +146,7 @@ def dspark(tensors: Tensors) -> Tensors:
 
 
 def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_replaced(
-    saved: Path, tmp_path: Path
+    saved: Path, tmp_path: Path, out: Path
 ) -> None:
     other = with_tensors(saved / "base", tmp_path / "other", dspark)
     set_fields(other, {"dspark_block_size": 4})
@@ -156,26 +156,28 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     assert "DSpark drafter (mtp.2.m" in found.runs_here
     assert not found.head.unexpected_keys
     with pytest.raises(CheckpointError, match=r"has the blocks of a DSpark drafter .* expected no drafter, or an MTP"):
-        graft(other, saved / "base", tmp_path / "out")
+        graft(other, saved / "base", out)
     with pytest.raises(CheckpointError, match="another kind of drafter than an MTP head; expected a complete head"):
-        graft(saved / "finetune", other, tmp_path / "out")
+        graft(saved / "finetune", other, out)
     assert tree(other) == before
 
 
 @pytest.mark.parametrize("model_type", [None, "mistral_large4"])
-def test_a_drafter_beside_a_trunk_of_any_family_is_named(model_type: str | None, saved: Path, tmp_path: Path) -> None:
+def test_a_drafter_beside_a_trunk_of_any_family_is_named(
+    model_type: str | None, saved: Path, tmp_path: Path, out: Path
+) -> None:
     """Mistral Large 4's is ``mtp_dspark.*``, in a trunk of which no record knows the keys."""
     block = {"mtp_dspark.layers.0.attention.wq.weight": torch.zeros(8, 8)}
     other = with_tensors(saved / "finetune", tmp_path / "other", lambda tensors: tensors | block)
     if model_type is not None:
         config = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
-        (other / "config.json").write_text(json.dumps(config))
+        write_json(other / "config.json", config)
     found = inspect(other)
     assert (found.status, found.cure, found.head.found_keys) == ("foreign", None, tuple(block))
     assert "DSpark drafter (mtp_dspark.layers.0.att" in found.runs_here
     assert '"method":"dspark"' in found.serves["vllm"]
     with pytest.raises(MtpError, match="DSpark drafter"):
-        graft(other, saved / "base", tmp_path / "out")
+        graft(other, saved / "base", out)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])
@@ -188,20 +190,20 @@ def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str,
     )
     file = other / ("mtp.safetensors" if prefix == "bare" else SINGLE_FILE)
     trunk = {} if prefix == "bare" else load_file(file)
-    save_file(trunk | renamed, file, {"format": "pt"})
+    save_tensors(trunk | renamed, file)
     found = inspect(other, base)
     assert found.status == "declared_but_missing"
     assert {*found.head.other_names} == {*renamed}
     assert "the 15 tensors of one have other names" in found.serves["vllm"]
     assert inspect(paste(found.cure)).status == "healthy"
     del renamed[next(iter(renamed))]
-    save_file(trunk | renamed, file, {"format": "pt"})
+    save_tensors(trunk | renamed, file)
     assert not inspect(other, base).head.other_names
 
 
 @pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe", "mimo"])
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_head_without_a_trunk_is_called_one(bare: bool, family_name: str, tmp_path: Path) -> None:
+def test_a_head_without_a_trunk_is_called_one(bare: bool, family_name: str, tmp_path: Path, out: Path) -> None:
     """Also where its keys lost their prefix, and are then named like those of an EAGLE draft."""
     path = save_with_head(tiny_trunk(family_name), tiny_head(tiny_trunk(family_name)), tmp_path / "whole")
     layout = layout_of(open_checkpoint(path))
@@ -211,19 +213,21 @@ def test_a_head_without_a_trunk_is_called_one(bare: bool, family_name: str, tmp_
         return {key.removeprefix(prefix): value for key, value in tensors.items() if layout.is_head_key(key)}
 
     lone = with_tensors(path, tmp_path / "lone", alone)
-    for read in (lambda: inspect(lone), lambda: graft(path, lone, tmp_path / "out")):
+    for read in (lambda: inspect(lone), lambda: graft(path, lone, out)):
         with pytest.raises(CheckpointError, match=r"an MTP head of .* without a trunk; expected the checkpoint of a"):
             read()
 
 
-def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved: Path, tmp_path: Path) -> None:
+def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(
+    saved: Path, tmp_path: Path, out: Path
+) -> None:
     reduced = {"mtp.draft_lm_head.weight": torch.ones(8, 32), "mtp.d2t": torch.arange(8)}
     held = with_tensors(saved / "base", tmp_path / "held", lambda tensors: tensors | reduced)
     found = inspect(held, saved / "base")
     assert (found.status, found.cure) == ("healthy", None)
     assert "mtp.d2t (2 in all): an output matrix of fewer tokens" in (found.note or "")
-    export(held, tmp_path / "out")
-    assert same(all_tensors(tmp_path / "out"), all_tensors(held))
+    export(held, out)
+    assert same(all_tensors(out), all_tensors(held))
     assert graft(saved / "finetune", held, tmp_path / "grafted").notes == (
         f"Left out, as it is of {held}'s own tokens: mtp.d2t (2 in all).",
     )
@@ -234,7 +238,9 @@ def in_mlx_layout(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("sign", ["convolutions", "format", "quantization"])
-def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved: Path, tmp_path: Path) -> None:
+def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(
+    sign: str, saved: Path, tmp_path: Path, out: Path
+) -> None:
     change: Callable[[Tensors], Tensors] = in_mlx_layout if sign == "convolutions" else dict
     metadata = {"format": "mlx"} if sign == "format" else {}
     other = with_tensors(saved / "base", tmp_path / "other", change, **metadata)
@@ -245,7 +251,7 @@ def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved
     assert found.cure == f"hf download ORIGINAL --local-dir {other}-original --force-download"
     assert "in MLX's layout (" in (found.note or "")
     with pytest.raises(CheckpointError, match=r"in MLX's layout .* expected transformers' layout. Use the checkpoint"):
-        graft(other, saved / "base", tmp_path / "out")
+        graft(other, saved / "base", out)
     (other / "README.md").write_text("---\nlibrary_name: mlx\nbase_model: Qwen/Qwen3.5-4B\n---\n")
     assert (inspect(other).cure or "").startswith("hf download Qwen/Qwen3.5-4B ")
 
@@ -253,7 +259,7 @@ def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved
 # Files and flags that engines read otherwise
 
 
-def test_an_lm_head_that_is_not_tied_as_the_config_says_is_a_problem(tmp_path: Path) -> None:
+def test_an_lm_head_that_is_not_tied_as_the_config_says_is_a_problem(tmp_path: Path, out: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=True)
     embedding = load_file(base / SINGLE_FILE)["model.embed_tokens.weight"]
     equal = with_tensors(base, tmp_path / "equal", lambda tensors: tensors | {"lm_head.weight": embedding.clone()})
@@ -263,7 +269,7 @@ def test_an_lm_head_that_is_not_tied_as_the_config_says_is_a_problem(tmp_path: P
     assert found.status == "damaged"
     assert "lm_head.weight differs from the embedding, while tie_word_embeddings is true" in found.problems[0]
     with pytest.raises(CheckpointError, match="expected a flag that fits the weights") as refused:
-        graft(other, base, tmp_path / "out")
+        graft(other, base, out)
     assert found.cure is not None
     assert str(refused.value).endswith(found.cure)
     subprocess.run(found.cure, shell=True, check=True)
@@ -300,6 +306,6 @@ def test_single_names_that_sglang_fuses_are_warned_of_and_exported_as_a_pattern(
         return
     cured = paste(found.cure)
     assert same(all_tensors(cured), all_tensors(base))
-    written = json.loads((cured / "config.json").read_text())["quantization_config"]["ignore"]
+    written = read_json(cured / "config.json")["quantization_config"]["ignore"]
     assert written == [*ignore, r"re:.*mtp\..*"]
     assert inspect(cured).cure is None

@@ -13,13 +13,10 @@ from checkpoints import all_tensors, base_and_finetune, set_fields, shard, wrap_
 from mtp_train.checkpoints.export import write_head_only
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
-from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from runs import document, tree
+from runs import Capture, document, run_command, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
-
-Capture = pytest.CaptureFixture[str]
 
 
 def base_of(directory: Path, family_name: str, *, tied: bool = False) -> Path:
@@ -32,46 +29,48 @@ def base_of(directory: Path, family_name: str, *, tied: bool = False) -> Path:
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_alone_opens_again_bit_for_bit(family_name: str, sharded: bool, tied: bool, tmp_path: Path) -> None:
+def test_a_head_alone_opens_again_bit_for_bit(
+    family_name: str, sharded: bool, tied: bool, tmp_path: Path, out: Path
+) -> None:
     base = base_of(tmp_path, family_name, tied=tied)
     before = all_tensors(base)
     if sharded:
         shard(base)
-    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
-    written, checkpoint = all_tensors(tmp_path / "out"), open_checkpoint(tmp_path / "out")
+    assert run_command("export", base, "--out", out, "--head-only") == 0
+    written, checkpoint = all_tensors(out), open_checkpoint(out)
     layout = layout_of(checkpoint)
     expected = {key for key in before if layout.is_head_key(key)} | {"model.embed_tokens.weight"}
     assert written.keys() == expected | (set() if tied else {"lm_head.weight"})
     assert all(torch.equal(value, before[key]) for key, value in written.items())
     assert diagnose_head(checkpoint).complete
     # One file, no index beside it: loaders agree on that.
-    assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
     others = {name: data for name, data in tree(base).items() if ".safetensors" not in name}
-    assert {name: data for name, data in tree(tmp_path / "out").items() if ".safetensors" not in name} == others
+    assert {name: data for name, data in tree(out).items() if ".safetensors" not in name} == others
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= others.keys()
     plan = graft_plan(checkpoint, checkpoint, "auto")
     build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
 
 
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
-def test_a_head_takes_the_norm_of_its_trunk_s_embedding_along(tmp_path: Path) -> None:
+def test_a_head_takes_the_norm_of_its_trunk_s_embedding_along(tmp_path: Path, out: Path) -> None:
     base = base_of(tmp_path, "inkling")
-    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
-    written = {key for key in all_tensors(tmp_path / "out") if ".mtp." not in key}
+    assert run_command("export", base, "--out", out, "--head-only") == 0
+    written = {key for key in all_tensors(out) if ".mtp." not in key}
     assert written == {f"model.llm.{name}.weight" for name in ("embed", "embed_norm", "unembed")}
-    assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
+    assert diagnose_head(open_checkpoint(out)).complete
 
 
-def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path) -> None:
+def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path, out: Path) -> None:
     base = wrap_as_vision_language(base_of(tmp_path, "qwen3_5"))
     set_fields(base, {"mtp_num_hidden_layers": None})
-    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
-    written = all_tensors(tmp_path / "out")
+    assert run_command("export", base, "--out", out, "--head-only") == 0
+    written = all_tensors(out)
     assert {key for key in written if not key.startswith("mtp.")} == {
         "model.language_model.embed_tokens.weight",
         "lm_head.weight",
     }
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
 
@@ -99,9 +98,9 @@ def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -
     assert document(["inspect", base], capfd)["serves"]["vllm"].startswith("vllm serve")
 
 
-def test_a_new_head_takes_the_place_of_the_stored_one(tmp_path: Path, run_dir: Path) -> None:
+def test_a_new_head_takes_the_place_of_the_stored_one(out: Path, run_dir: Path) -> None:
     """A run's trained head is written, with the trunk's embedding."""
-    assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), "--head-only"]) == 0
-    written, exported = all_tensors(tmp_path / "out"), all_tensors(run_dir / "export")
+    assert run_command("export", run_dir, "--out", out, "--head-only") == 0
+    written, exported = all_tensors(out), all_tensors(run_dir / "export")
     assert all(torch.equal(value, exported[key]) for key, value in written.items())
     assert any(key.startswith("mtp.") for key in written)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -13,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from json_files import write_rows
 from mtp_train import check
 from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
@@ -30,7 +30,7 @@ def sentence(seed: str, num_words: int = 8) -> str:
 
 
 def write_chats(directory: Path, rows: list[dict[str, Any]]) -> None:
-    (directory / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "chats.jsonl", rows)
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
@@ -82,8 +82,8 @@ def few_groups(directory: Path, run_dir: Path, holdout: float) -> Recipe:
     return tiny_recipe(directory, run_dir, data__holdout=holdout, gate__confidence=0.97)
 
 
-def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path, tmp_path: Path) -> None:
-    recipe = few_groups(pristine, tmp_path / "run", 0.15)
+def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path, new_run: Path) -> None:
+    recipe = few_groups(pristine, new_run, 0.15)
     for refusing in (lambda: check(recipe, processes=1), lambda: run_recipe(recipe, Console(quiet=True))):
         with pytest.raises(DataError) as caught:
             refusing()
@@ -92,25 +92,27 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path,
             caught.value
         )
     share = float(re.findall(r"Add data\.holdout=([0-9.]+), or records of other groups\.", str(caught.value))[0])
-    assert check(few_groups(pristine, tmp_path / "run", share), processes=1).data
-    assert not (tmp_path / "run" / "head").exists()
+    assert check(few_groups(pristine, new_run, share), processes=1).data
+    assert not (new_run / "head").exists()
 
 
 @pytest.mark.parametrize(
     ("field", "groups"),
     [(None, "by first user turn or file, near-duplicate prompts joined"), ("group", "by column 'group'")],
 )
-def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path, field: str | None, groups: str) -> None:
+def test_check_tells_how_the_data_is_split(pristine: Path, new_run: Path, field: str | None, groups: str) -> None:
     used = {"data__group_field": field, "data__holdout": 0.6, "gate__confidence": 0.6}
-    found = check(tiny_recipe(pristine, tmp_path / "run", **used), processes=1)
+    found = check(tiny_recipe(pristine, new_run, **used), processes=1)
     split = r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; evaluating on \d+ prompts of"
     assert re.fullmatch(rf".*chats.jsonl; {split} \d+ groups; held out {groups}", found.to_json()["data"])
     assert f"\ntext: {found.data}\n" in str(found)
-    assert not (tmp_path / "run").exists()
+    assert not new_run.exists()
 
 
-def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: Path, tmp_path: Path) -> None:
-    recipe = few_groups(pristine, tmp_path / "run", 0.5)
+def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(
+    pristine: Path, tmp_path: Path, new_run: Path
+) -> None:
+    recipe = few_groups(pristine, new_run, 0.5)
     (tmp_path / "config").mkdir()
     shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
     source = recipe.data.sources[0].replaced({"path": "missing.jsonl"})

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
-from checkpoints import base_and_finetune
 from documents import random_documents
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import Contents, checkpoint_files, hash_inputs
@@ -176,8 +175,7 @@ def contents_of(path: Path) -> Contents:
     return found["trunk"].contents
 
 
-def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_name_stands_for_one_trunk_one_text_one_precision(base: Path, finetune: Path) -> None:
 
     def name(*settings: str | None, dtype: torch.dtype = torch.float32, width: int = 32, **changes: Any) -> str:
         given = {"trunk": contents_of(finetune), "adapter": None, "documents": documents(), **changes}
@@ -198,9 +196,8 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
     assert len(set(names)) == len(names)
 
 
-def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
+def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: Path) -> None:
     """In one directory: what a run passes to the name."""
-    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
 
     def directory_of(
         adapter: Contents | None = None,

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from json_files import write_rows
 from mtp_train.data.sources import load_records, load_rows
 from mtp_train.errors import DataError, OutputExistsError, RecipeError
 from mtp_train.evaluation.suites import load_suite
@@ -100,7 +101,7 @@ def test_records_with_other_parts_are_skipped_and_counted(
 ) -> None:
     other = chat([{"type": kind, kind: "x"}, {"type": "text", "text": "what is it?"}])
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (other, chat("hi"), other)))
+    write_rows(path, (other, chat("hi"), other))
     with caplog.at_level(logging.WARNING):
         assert [record.id for record in load_records(str(path))] == [f"{path}#2"]
         assert [one.id for one in load_suite(str(path))] == ["a#2"]

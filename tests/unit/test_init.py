@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_fields
+from json_files import read_json
 from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import settings_of
-from runs import document, refusal, tree, write_headless, write_inputs
-
-Capture = pytest.CaptureFixture[str]
+from runs import Capture, document, refusal, tree, write_headless, write_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +39,7 @@ def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Ca
 
 
 def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
-    write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
+    write_adapter(inputs / "base", Path("lora"))
     data = [inputs / "chats.jsonl"]
     mtp.write_recipe("lora.yaml", "lora", inputs / "base", data=data)
     expected = recipe_of(settings_of("graft", "lora", str(inputs / "base"), "runs/lora", [str(data[0])]))
@@ -112,7 +110,7 @@ def test_the_file_names_its_schema_and_is_checked(inputs: Path, capfd: Capture) 
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base")
     first = Path("my.yaml").read_text(encoding="utf-8").splitlines()[0]
     schema = first.removeprefix("# yaml-language-server: $schema=")
-    assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
+    assert read_json(Path(schema))["properties"].keys() >= {"model", "head"}
     assert main(["check", "my.yaml", "--show", "recipe"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
 
@@ -146,7 +144,7 @@ def test_an_existing_file_is_refused(inputs: Path, capfd: Capture) -> None:
 def test_wrong_input_writes_nothing(
     out: str, trunk: str, more: list[str], says: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    write_adapter(inputs / "base", tmp_path / "adapters" / "lora", target_modules=["q_proj"])
+    write_adapter(inputs / "base", tmp_path / "adapters" / "lora")
     places = {"lora": tmp_path / "adapters" / "lora", "base": inputs / "base", "finetune": inputs / "finetune"}
     argv = ["init", out, "--trunk", places.get(trunk, trunk), *(places.get(word, word) for word in more)]
     assert says in refusal(argv, capfd)

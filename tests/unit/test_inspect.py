@@ -17,10 +17,11 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
+from json_files import read_json, write_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
-from runs import paste
+from runs import Capture, paste
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -74,8 +75,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     assert (cured.status, cured.stale, cured.cure) == ("healthy", True, f"mtp-train probe {out} --from {base}")
 
 
-def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_tensors_without_a_count_are_undeclared(base: Path) -> None:
     set_fields(base, {"mtp_num_hidden_layers": None})
     found = inspect(base)
     assert (found.status, found.head.declared_modules, found.head.present_modules) == ("undeclared", 0, 1)
@@ -107,8 +107,8 @@ def test_two_declarations_that_differ_are_named_and_cured(other: int, tmp_path: 
 
 
 def declare(path: Path, **fields: int) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | fields))
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", config | fields)
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -130,8 +130,7 @@ def test_no_trace_of_a_head_is_stripped_or_none(family_name: str, tmp_path: Path
     assert alone.cure == f"mtp-train inspect {finetune} --base BASE"
 
 
-def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_retrained_head_on_a_changed_trunk_is_not_stale(base: Path, tmp_path: Path) -> None:
     other = tiny_trunk("qwen3_5", seed=5)
     tuned = save_with_head(other, tiny_head(other, seed=7), tmp_path / "tuned")
     found = inspect(tuned, base)
@@ -141,7 +140,7 @@ def test_a_retrained_head_on_a_changed_trunk_is_not_stale(tmp_path: Path) -> Non
     assert found.trunk_changed.largest_relative_change > 0.1
 
 
-def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: Capture) -> None:
     path = save_stripped(tiny_trunk("glm4_moe"), tmp_path / "stripped")
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -153,8 +152,7 @@ def test_json_holds_the_fields_of_the_contract(tmp_path: Path, capsys: pytest.Ca
     assert document["cure"].endswith(f"--from BASE --out {path}-mtp")
 
 
-def test_the_model_card_names_the_base_for_the_cure(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_the_model_card_names_the_base_for_the_cure(base: Path, finetune: Path) -> None:
     (finetune / "README.md").write_text("---\nlicense: mit\nbase_model: Qwen/Qwen3.5-4B\n---\n# card\n")
     assert "--from Qwen/Qwen3.5-4B " in (inspect(finetune).cure or "")
     # A checkpoint of that name beside this one is the base.

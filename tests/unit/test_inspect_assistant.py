@@ -14,7 +14,7 @@ from torch import Tensor
 from assistants import HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
 from checkpoints import all_tensors, rewrite
 from mtp_train.cli.main import main
-from runs import document
+from runs import Capture, document
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
 LOST = "model.layers.1.self_attn.q_norm.weight"
@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "assistant"
 
 
-def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, capfd: Capture) -> None:
     found = document(["inspect", saved], capfd)
     assert (found["family"], found["status"], found["cure"]) == ("gemma4_assistant", "healthy", None)
     assert (found["missing_keys"], found["unexpected_keys"], found["shape_errors"]) == ([], [], [])
@@ -42,7 +42,7 @@ def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, cap
     assert f"assistant_model=AutoModelForCausalLM.from_pretrained('{saved}')" in found["serves"]["transformers"]
 
 
-def test_a_tied_matrix_may_be_stored_twice(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tied_matrix_may_be_stored_twice(saved: Path, capfd: Capture) -> None:
     def store(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
@@ -59,7 +59,7 @@ def test_a_tied_matrix_may_be_stored_twice(saved: Path, capfd: pytest.CaptureFix
     ],
 )
 def test_damage_is_partial_and_no_engine_gets_it(
-    edit: Edit, field: str, expected: str, saved: Path, capfd: pytest.CaptureFixture[str]
+    edit: Edit, field: str, expected: str, saved: Path, capfd: Capture
 ) -> None:
     found = document(["inspect", rewrite(saved, edit)], capfd)
     assert (found["status"], found[field]) == ("partial", [expected])
@@ -67,14 +67,14 @@ def test_damage_is_partial_and_no_engine_gets_it(
     assert str(saved) in found["cure"]
 
 
-def test_centroids_are_wanted_where_the_config_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_centroids_are_wanted_where_the_config_says_so(tmp_path: Path, capfd: Capture) -> None:
     tiny_assistant(vocab_size=ORDERED_VOCAB_SIZE, ordered=True).save_pretrained(tmp_path / "ordered")
     assert document(["inspect", tmp_path / "ordered"], capfd)["status"] == "healthy"
     lacking = rewrite(tmp_path / "ordered", lambda tensors: tensors.pop("masked_embedding.token_ordering"))
     assert document(["inspect", lacking], capfd)["missing_keys"] == ["masked_embedding.token_ordering"]
 
 
-def test_whatever_needs_a_head_says_what_it_is_instead(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_whatever_needs_a_head_says_what_it_is_instead(saved: Path, capfd: Capture) -> None:
     out = str(saved.parent / "out")
     for command in (
         ["graft", str(saved), "--from", str(saved), "--out", out],

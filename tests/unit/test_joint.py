@@ -24,11 +24,6 @@ from preserving import load, make_trainer, random_rows
 from tiny import FAMILY_NAMES
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return base_and_finetune(tmp_path, "qwen3_5")[0]
-
-
 def beside(path: Path, out: Path, *callbacks: Any, lr: float = 1e-2, **settings: Any) -> Trainer:
     """Return a trainer of the checkpoint with its head trained beside it."""
     trainer = make_trainer(load(path), out, *callbacks, **settings)
@@ -44,21 +39,21 @@ def head_of(trainer: Trainer) -> HeadBeside:
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_the_model_trains_as_without_the_head_and_its_checkpoints_hold_what_the_head_has_learnt(
-    family_name: str, tmp_path: Path
+    family_name: str, tmp_path: Path, out: Path
 ) -> None:
     base, _ = base_and_finetune(tmp_path, family_name)
     make_trainer(load(base), tmp_path / "alone").train()
-    trainer = beside(base, tmp_path / "out")
+    trainer = beside(base, out)
     trainer.train()
     trainer.save_model()
     for name in ("checkpoint-1", "checkpoint-2"):
-        trunk, head = split(tmp_path / "out" / name)
+        trunk, head = split(out / name)
         assert same(trunk, all_tensors(tmp_path / "alone" / name))
         assert not same(head, split(base)[1])
-        found = inspect(tmp_path / "out" / name, base)
+        found = inspect(out / name, base)
         assert (found.status, found.stale) == ("healthy", False)
-    assert not same(split(tmp_path / "out" / "checkpoint-1")[1], split(tmp_path / "out" / "checkpoint-2")[1])
-    assert same(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "out" / "checkpoint-2"))
+    assert not same(split(out / "checkpoint-1")[1], split(out / "checkpoint-2")[1])
+    assert same(all_tensors(out), all_tensors(out / "checkpoint-2"))
 
 
 class Writer(TrainerCallback):
@@ -71,10 +66,10 @@ class Writer(TrainerCallback):
         self.seen.append(dict(logs))
 
 
-def test_its_loss_is_in_the_logs_and_falls(base: Path, tmp_path: Path) -> None:
+def test_its_loss_is_in_the_logs_and_falls(base: Path, out: Path) -> None:
     writer = Writer()
     trainer = beside(
-        base, tmp_path / "out", writer, max_steps=40, logging_steps=10, save_strategy="no", lr_scheduler_type="constant"
+        base, out, writer, max_steps=40, logging_steps=10, save_strategy="no", lr_scheduler_type="constant"
     )
     trainer.train()
     found = [logs for logs in writer.seen if "mtp_loss" in logs]
@@ -112,36 +107,36 @@ def test_micro_batches_make_one_step(limit: float, base: Path, tmp_path: Path, m
     assert norms == pytest.approx([limit] * 2, rel=1e-3) if limit < 1 else 0.75 < norms[1] / norms[0] < 1.33
 
 
-def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, out: Path, caplog: Any) -> None:
     whole = beside(base, tmp_path / "whole")
     whole.train()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "out" / "checkpoint-1")
-    resumed = beside(base, tmp_path / "out")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-1", out / "checkpoint-1")
+    resumed = beside(base, out)
     resumed.train(resume_from_checkpoint=True)
     theirs = head_of(whole).named
     assert all(torch.equal(value, theirs[name]) for name, value in head_of(resumed).named.items())
     assert not [record for record in caplog.records if "holds no state" in record.getMessage()]
 
 
-def test_the_head_of_the_best_checkpoint_is_taken_with_it(base: Path, tmp_path: Path) -> None:
+def test_the_head_of_the_best_checkpoint_is_taken_with_it(base: Path, out: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     # The loss falls: the first checkpoint is the best one.
-    trainer = beside(base, tmp_path / "out", greater_is_better=True, metric_for_best_model="eval_loss", **settings)
+    trainer = beside(base, out, greater_is_better=True, metric_for_best_model="eval_loss", **settings)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint or "")
     assert best.name == "checkpoint-1"
     trainer.save_model()
-    assert same(all_tensors(tmp_path / "out"), all_tensors(best))
+    assert same(all_tensors(out), all_tensors(best))
 
 
 def test_an_adapters_checkpoint_has_the_head_beside_it_and_the_merged_model_holds_it(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, out: Path
 ) -> None:
     model = get_peft_model(load(base), LoraConfig(target_modules=["q_proj", "up_proj"]))
-    trainer = make_trainer(model, tmp_path / "out")
+    trainer = make_trainer(model, out)
     train_head_beside(trainer, lr=1e-2)
     trainer.train()
-    artifact = load_artifact(tmp_path / "out" / "checkpoint-2" / HEAD_DIRECTORY)
+    artifact = load_artifact(out / "checkpoint-2" / HEAD_DIRECTORY)
     head = build_head(artifact, text_config_of(open_checkpoint(base)), dtype=torch.float32)
     theirs = head_of(trainer).head.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in head.state_dict().items())
@@ -150,20 +145,20 @@ def test_an_adapters_checkpoint_has_the_head_beside_it_and_the_merged_model_hold
     assert same(split(tmp_path / "merged")[1], {pending.key: pending.load() for pending in artifact.head.tensors})
 
 
-def test_a_model_in_bf16_trains_its_head_in_fp32(base: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(load(base).bfloat16(), tmp_path / "out", max_steps=1)
+def test_a_model_in_bf16_trains_its_head_in_fp32(base: Path, out: Path) -> None:
+    trainer = make_trainer(load(base).bfloat16(), out, max_steps=1)
     train_head_beside(trainer)
     trainer.train()
     assert {value.dtype for value in head_of(trainer).named.values()} == {torch.float32}
-    assert not same(split(tmp_path / "out" / "checkpoint-1")[1], split(base)[1])
+    assert not same(split(out / "checkpoint-1")[1], split(base)[1])
 
 
 SUCH = "The head is not trained by such batches."
 NO_TOKENS = f"no input_ids, or images. {SUCH}"
 
 
-def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, tmp_path: Path, caplog: Any) -> None:
-    trainer = beside(base, tmp_path / "out")
+def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, out: Path, caplog: Any) -> None:
+    trainer = beside(base, out)
     head = head_of(trainer)
     head.on_train_begin(trainer.args, trainer.state, trainer.control)
     before = [value.clone() for value in head.native_values()]
@@ -176,9 +171,9 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
     ]
 
 
-def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, caplog: Any) -> None:
+def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, out: Path, caplog: Any) -> None:
     """As a template without its assistant's turn masks them."""
-    trainer = beside(base, tmp_path / "out")
+    trainer = beside(base, out)
     trainer.train_dataset = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in random_rows()]
     trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"]
@@ -188,8 +183,8 @@ def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, c
     assert not [record for record in caplog.records if "target" in record.getMessage()]
 
 
-def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path) -> None:
-    trainer = beside(base, tmp_path / "out")
+def test_a_model_in_shards_is_refused(base: Path, out: Path) -> None:
+    trainer = beside(base, out)
     head_of(trainer).accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
     with pytest.raises(UnsupportedModelError, match=r"the model is in shards \(FSDP\); expected it whole"):
         head_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)

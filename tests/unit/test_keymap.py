@@ -11,12 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoints import fuse_experts, same, save_with_head
+from checkpoints import fuse_experts, own_head, same, save_with_head
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import FAMILIES, Family
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import empty_head, layout_of
 from mtp_train.heads.experts import is_stacked
 from tiny import ALL_FAMILIES, MANY_EXPERTS, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
@@ -113,8 +112,7 @@ def test_both_layouts_of_experts_hold_the_same_head(family_name: str, tmp_path: 
     for fused in (False, True):
         checkpoint = open_checkpoint(fuse_experts(path) if fused else path)
         assert layout_of(checkpoint).fused_experts == fused
-        found = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
-        assert same(dict(found.state_dict()), dict(head.state_dict()))
+        assert same(dict(own_head(checkpoint).state_dict()), dict(head.state_dict()))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mtp_train.hooks.keep_head import keep_head
 from mtp_train.hooks.train_beside import HeadBeside, train_head_beside
 from mtp_train.trunk.load import Trunk
 from preserving import load, make_trainer
-from tiny import ALL_FAMILIES, VOCAB_SIZE, family_of, tiny_head, tiny_model, tiny_trunk
+from tiny import ALL_FAMILIES, family_of, random_tokens, tiny_head, tiny_model, tiny_trunk
 
 
 def model_state(model: nn.Module) -> dict[str, object]:
@@ -70,17 +70,13 @@ THE_SAVE = {".save_pretrained"}
 """The one attribute that keeping a head sets."""
 
 
-def rows(seed: int) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (2, 10), generator=torch.Generator().manual_seed(seed))
-
-
 def steps(model: Any, on_step: Callable[[], None] = lambda: None) -> list[Tensor]:
     """Do two steps of training as a trainer would; return the logits, then the gradients of the last step."""
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for seed in range(2):
         optimizer.zero_grad()
-        tokens_BT = rows(seed)
+        tokens_BT = random_tokens(10, 2, seed)
         output = model.train()(input_ids=tokens_BT, labels=tokens_BT)
         output.loss.backward()
         found.append(output.logits.detach())
@@ -168,8 +164,7 @@ class Stop(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(base: Path, tmp_path: Path) -> None:
     model = load(base)
     trainer = make_trainer(model, tmp_path / "out", Stop(), max_steps=1)
     train_head_beside(trainer, lr=1e-2, num_depths=2)

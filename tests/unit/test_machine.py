@@ -86,19 +86,17 @@ def run_once(recipe: Recipe) -> None:
 
 
 def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
-    stages: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: list[Recipe], tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(write_inputs(tmp_path / "in"), tmp_path / "run", train__precision="auto")
+    recipe = tiny_recipe(write_inputs(tmp_path / "in"), new_run, train__precision="auto")
     for native in (False, True):
         resolve_as(monkeypatch, native)
         run_once(recipe)
         assert stages[-1].train.precision == "fp32"
-        assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == "fp32"
+        assert load_recipe(new_run / RECIPE_FILE).train.precision == "fp32"
     # The control: a directory of its own is begun in what this machine has.
     run_once(tiny_recipe(tmp_path / "in", tmp_path / "other", train__precision="auto"))
     assert stages[-1].train.precision == "bf16"
     # What is named is another recipe.
     with pytest.raises(OutputExistsError):
-        pipeline.run_recipe(
-            tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True)
-        )
+        pipeline.run_recipe(tiny_recipe(tmp_path / "in", new_run, train__precision="bf16"), Console(quiet=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from json_files import read_json
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from repository import SCRIPTS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +37,7 @@ def test_a_witness_holds_its_whole_head_and_prompts_that_read_back_as_the_same_t
     checkpoint = make("glm4_moe", tmp_path)
     assert diagnose_head(checkpoint).complete
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    prompts = json.loads((tmp_path / "prompts.json").read_text())
+    prompts = read_json(tmp_path / "prompts.json")
     assert len(prompts) == 12
     for prompt_ids in prompts:
         assert tokenizer(tokenizer.decode(prompt_ids))["input_ids"] == prompt_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from launching import ROOT, environment
+from json_files import read_json
+from launching import environment
+from repository import REPOSITORY
 
 
 def measured(out: Path, *words: object) -> tuple[int, dict[str, dict[str, Any]]]:
     """Run the script on the CPU; return its exit status and the result of each part."""
-    command = [ROOT / "scripts" / "measure_gpu.sh", "--device", "cpu", "--out", out, *words]
+    command = [REPOSITORY / "scripts" / "measure_gpu.sh", "--device", "cpu", "--out", out, *words]
     settings = environment(PYTHON=sys.executable)
     settings.pop("MTP_REAL_MODEL", None)
     done = subprocess.run([*map(str, command)], env=settings, check=False, stdout=subprocess.DEVNULL)
-    return done.returncode, {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+    return done.returncode, {path.stem: read_json(path) for path in out.glob("*.json")}
 
 
 def test_a_part_that_fails_costs_no_other_one(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_an_unknown_part_is_refused_before_any_runs(tmp_path: Path) -> None:
 
 
 def test_all_parts_together_take_27_minutes_at_most() -> None:
-    command = [str(ROOT / "scripts" / "measure_gpu.sh"), "--limits"]
+    command = [str(REPOSITORY / "scripts" / "measure_gpu.sh"), "--limits"]
     limits = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     assert sum(int(line.split()[1]) for line in limits) <= 27 * 60
 

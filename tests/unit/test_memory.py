@@ -91,12 +91,12 @@ def test_other_failures_stay_what_they_are() -> None:
 
 
 def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    judged = tiny_recipe(pristine, tmp_path / "run", model__dtype="float32")
+    judged = tiny_recipe(pristine, new_run, model__dtype="float32")
     gathered = gather_inputs(judged, 1, quiet_progress(), judges=True)
-    run = Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
+    run = Run(judged, RunDirectory(new_run), gathered, accelerator, quiet_progress())
     trunk = load_trunk(pristine / "finetune", gathered.finetune.family, dtype="float32")
     weights = sum(one.numel() for one in trunk.parameters())
     for size, refused in ((4 * weights, True), (20 * weights, False)):

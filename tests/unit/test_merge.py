@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,22 +21,22 @@ from checkpoints import (
     base_and_finetune,
     fuse_experts,
     same,
+    save_tensors,
     save_with_head,
     shard,
     wrap_as_vision_language,
 )
+from json_files import read_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.tokenizer import load_tokenizer
-from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
-from runs import BYTE_VOCAB_SIZE, document, paste, tree
+from runs import BYTE_VOCAB_SIZE, Capture, document, paste, run_command, tree
 from runs import refusal as refusal_of
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 LINEAR = ["q_proj", "up_proj", "in_proj_qkv"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 
@@ -49,13 +48,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_train.checkpoints.adapter._BLOCK_ROWS", 50)
 
 
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    return tmp_path / "lora"
+
+
 def with_head(directory: Path, family_name: str = "qwen3_5", *, tied: bool = False) -> Path:
     base, _ = base_and_finetune(directory, family_name, tied=tied)
     return base
 
 
 def merge(checkpoint: Path, adapter: Path, out: Path) -> None:
-    assert main(["merge", str(checkpoint), "--adapter", str(adapter), "--out", str(out)]) == 0
+    assert run_command("merge", checkpoint, "--adapter", adapter, "--out", out) == 0
 
 
 def refusal(checkpoint: Path, adapter: Path, out: Path, capfd: Capture) -> str:
@@ -97,39 +101,41 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("single", "dora"),
     ],
 )
-def test_a_merge_is_peft_s_own_in_the_checkpoint_s_layout(layout: str, kind: str, tmp_path: Path) -> None:
-    base = with_head(tmp_path)
-    model = write_adapter(base, tmp_path / "lora", target_modules=LINEAR, **SETTINGS[kind])
+def test_a_merge_is_peft_s_own_in_the_checkpoint_s_layout(
+    layout: str, kind: str, base: Path, lora: Path, out: Path
+) -> None:
+    model = write_adapter(base, lora, target_modules=LINEAR, **SETTINGS[kind])
     if layout == "sharded":
         shard(base)
     elif layout != "single":
         wrap_as_vision_language(base)
     if layout == "wrapper's names":
-        rename_keys(tmp_path / "lora", "model.model.layers", "model.model.language_model.layers")
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", base, rf"^model.*({'|'.join(LINEAR)})\.weight")
-    assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
+        rename_keys(lora, "model.model.layers", "model.model.language_model.layers")
+    merge(base, lora, out)
+    assert_like_peft(out, model)
+    assert_only_trunk_moved(out, base, rf"^model.*({'|'.join(LINEAR)})\.weight")
+    assert diagnose_head(open_checkpoint(out)).complete
 
 
-def test_a_wrong_scale_is_seen(tmp_path: Path) -> None:
-    base = with_head(tmp_path)
-    model = write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    rewrite_config(tmp_path / "lora", lora_alpha=12.01)
-    merge(base, tmp_path / "lora", tmp_path / "out")
+def test_a_wrong_scale_is_seen(base: Path, lora: Path, out: Path) -> None:
+    model = write_adapter(base, lora, target_modules=LINEAR)
+    rewrite_config(lora, lora_alpha=12.01)
+    merge(base, lora, out)
     with pytest.raises(AssertionError, match=r"in_proj_qkv\.weight"):
-        assert_like_peft(tmp_path / "out", model)
+        assert_like_peft(out, model)
 
 
 @pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:2]], ids=["all", "gate_up", "down"])
-def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(targets: list[str], tmp_path: Path) -> None:
+def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(
+    targets: list[str], tmp_path: Path, lora: Path, out: Path
+) -> None:
     base = with_head(tmp_path, "glm4_moe")
-    model = write_adapter(base, tmp_path / "lora", target_modules=["q_proj"], target_parameters=targets)
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
+    model = write_adapter(base, lora, target_parameters=targets)
+    merge(base, lora, out)
+    assert_like_peft(out, model)
     moved = {EXPERTS[0]: r"experts\.\d\.(gate|up)", EXPERTS[1]: r"experts\.\d\.down", EXPERTS[2]: r"gate\.weight"}
     names = "|".join(["q_proj", *(moved[target] for target in targets)])
-    assert_only_trunk_moved(tmp_path / "out", base, rf"layers\.[012]\..*({names})")
+    assert_only_trunk_moved(out, base, rf"layers\.[012]\..*({names})")
 
 
 # Settings of an adapter, and the stored tensors that it moves.
@@ -150,17 +156,19 @@ MINIMAX: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.skipif("minimax_m3" not in ALL_FAMILIES, reason="this transformers does not run MiniMax-M3")
 @pytest.mark.parametrize(("settings", "moved"), MINIMAX.values(), ids=MINIMAX.keys())
 def test_what_transformers_merges_is_cut_into_the_parts_that_a_release_keeps(
-    settings: dict[str, Any], moved: str, tmp_path: Path
+    settings: dict[str, Any], moved: str, tmp_path: Path, lora: Path, out: Path
 ) -> None:
     base = with_head(tmp_path, "minimax_m3")
-    model = write_adapter(base, tmp_path / "lora", AutoModelForImageTextToText, **settings)
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", base, rf"^(?!.*\.mtp\.).*({moved})")
+    model = write_adapter(base, lora, AutoModelForImageTextToText, **settings)
+    merge(base, lora, out)
+    assert_like_peft(out, model)
+    assert_only_trunk_moved(out, base, rf"^(?!.*\.mtp\.).*({moved})")
 
 
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
-def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(tmp_path: Path) -> None:
+def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(
+    tmp_path: Path, lora: Path, out: Path
+) -> None:
     base = with_head(tmp_path, "inkling")
 
     def loaded(path: Path) -> Any:
@@ -168,30 +176,29 @@ def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(tm
 
     targets = ["q_proj", "r_proj", "o_proj", "down_proj", "lm_head"]
     model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    model.save_pretrained(tmp_path / "lora", save_embedding_layers=False)
-    merge(base, tmp_path / "lora", tmp_path / "out")
+    model.save_pretrained(lora, save_embedding_layers=False)
+    merge(base, lora, out)
     expected = merged_by_peft(model)
-    for key, value in loaded(tmp_path / "out").state_dict().items():
+    for key, value in loaded(out).state_dict().items():
         torch.testing.assert_close(value, expected[key], atol=2e-6, rtol=0, msg=key)
-    assert_only_trunk_moved(tmp_path / "out", base, r"llm\.(unembed|.*(wq_du|wr_du|wo_ud|w2_md))\.weight")
+    assert_only_trunk_moved(out, base, r"llm\.(unembed|.*(wq_du|wr_du|wo_ud|w2_md))\.weight")
 
 
-def test_stacked_experts_stay_stacked(tmp_path: Path) -> None:
+def test_stacked_experts_stay_stacked(tmp_path: Path, lora: Path, out: Path) -> None:
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
-    model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
+    model = write_adapter(base, lora, target_modules=None, target_parameters=EXPERTS[:2])
+    merge(base, lora, out)
+    assert_like_peft(out, model)
+    assert_only_trunk_moved(out, base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
 
 
-def test_bf16_is_rounded_once(tmp_path: Path) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+def test_bf16_is_rounded_once(base: Path, lora: Path, out: Path) -> None:
+    write_adapter(base, lora, target_modules=LINEAR)
     halved = {key: value.bfloat16() for key, value in all_tensors(base).items()}
-    save_file(halved, base / SINGLE_FILE, metadata={"format": "pt"})
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    written = all_tensors(tmp_path / "out")
-    adapter = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    save_tensors(halved, base / SINGLE_FILE)
+    merge(base, lora, out)
+    written = all_tensors(out)
+    adapter = load_file(lora / "adapter_model.safetensors")
     key = "model.layers.3.self_attn.q_proj.weight"
     name = "base_model.model.model.layers.3.self_attn.q_proj.lora_"
     delta = 3 * adapter[f"{name}B.weight"] @ adapter[f"{name}A.weight"]
@@ -209,16 +216,16 @@ def test_bf16_is_rounded_once(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe"])
 def test_embedding_and_lm_head_are_merged_where_they_are_two(
-    family_name: str, settings: dict[str, Any], tmp_path: Path
+    family_name: str, settings: dict[str, Any], tmp_path: Path, lora: Path, out: Path
 ) -> None:
     base = with_head(tmp_path, family_name)
-    model = write_adapter(base, tmp_path / "lora", **{"target_modules": ["q_proj"], **settings})
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
+    model = write_adapter(base, lora, **settings)
+    merge(base, lora, out)
+    assert_like_peft(out, model)
     # The copies that some heads keep of them follow, and nothing else of the head moves.
-    checkpoint = open_checkpoint(tmp_path / "out")
+    checkpoint = open_checkpoint(out)
     layout = layout_of(checkpoint)
-    written = all_tensors(tmp_path / "out")
+    written = all_tensors(out)
     old = all_tensors(base)
     for key in filter(layout.is_head_key, written):
         shared = layout.shared_key(key)
@@ -226,12 +233,12 @@ def test_embedding_and_lm_head_are_merged_where_they_are_two(
         assert torch.equal(written[key], expected)
 
 
-def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, capfd: Capture) -> None:
+def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, out: Path, capfd: Capture) -> None:
     base = with_head(tmp_path, tied=True)
-    settings: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    settings: dict[str, Any] = {"modules_to_save": ["embed_tokens"]}
     model = write_adapter(base, tmp_path / "tied", **settings, ensure_weight_tying=True)
-    merge(base, tmp_path / "tied", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
+    merge(base, tmp_path / "tied", out)
+    assert_like_peft(out, model)
     write_adapter(base, tmp_path / "loose", **settings)
     message = refusal(base, tmp_path / "loose", tmp_path / "out2", capfd)
     assert "ties lm_head and embedding to one tensor, which cannot hold two" in message
@@ -240,39 +247,41 @@ def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_an_adapter_of_one_expert_s_own_layer_finds_it(stacked: bool, tmp_path: Path, capfd: Capture) -> None:
+def test_an_adapter_of_one_expert_s_own_layer_finds_it(
+    stacked: bool, tmp_path: Path, lora: Path, out: Path, capfd: Capture
+) -> None:
     """As engines and older peft store them; releases store experts apart, or stacked."""
     base = with_head(tmp_path, "glm4_moe")
-    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
-    adapter = tmp_path / "lora" / "adapter_model.safetensors"
+    write_adapter(base, lora)
+    adapter = lora / "adapter_model.safetensors"
     down, up = torch.randn(4, 32), torch.randn(16, 4)
     name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
     own = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
+    save_tensors({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter)
     expected = all_tensors(base)[own] + 3 * up @ down
     if stacked:
         fuse_experts(base)
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    written, whole = all_tensors(tmp_path / "out"), "model.layers.1.mlp.experts.gate_up_proj"
+    merge(base, lora, out)
+    written, whole = all_tensors(out), "model.layers.1.mlp.experts.gate_up_proj"
     torch.testing.assert_close(written[whole][2, 16:] if stacked else written[own], expected)
-    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.1\.mlp\.experts\.(gate_up_proj|2\.up_proj\.weight)$")
+    assert_only_trunk_moved(out, base, r"layers\.1\.mlp\.experts\.(gate_up_proj|2\.up_proj\.weight)$")
     if stacked:
         before = all_tensors(base)[whole]
         assert [index for index in range(4) if not torch.equal(written[whole][index], before[index])] == [2]
-        rename_keys(tmp_path / "lora", "experts.2.", "experts.9.")
-        assert f"adapts {whole} as [10, " in refusal(base, tmp_path / "lora", tmp_path / "out2", capfd)
+        rename_keys(lora, "experts.2.", "experts.9.")
+        assert f"adapts {whole} as [10, " in refusal(base, lora, tmp_path / "out2", capfd)
 
 
-def test_trained_biases_are_merged(tmp_path: Path) -> None:
+def test_trained_biases_are_merged(tmp_path: Path, lora: Path, out: Path) -> None:
     trunk = tiny_trunk("glm4_moe")
     trunk.causal_lm.config.attention_bias = True
     biased = type(trunk.causal_lm)(trunk.causal_lm.config)
     biased.load_state_dict(trunk.causal_lm.state_dict(), strict=False)
     biased.save_pretrained(tmp_path / "base")
-    model = write_adapter(tmp_path / "base", tmp_path / "lora", target_modules=["q_proj"], bias="all")
-    merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
+    model = write_adapter(tmp_path / "base", lora, bias="all")
+    merge(tmp_path / "base", lora, out)
+    assert_like_peft(out, model)
+    assert_only_trunk_moved(out, tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
 
 
 def with_full_weights(adapter: Path, base: Path, file: str, *keys: str) -> dict[str, torch.Tensor]:
@@ -284,49 +293,47 @@ def with_full_weights(adapter: Path, base: Path, file: str, *keys: str) -> dict[
     return full
 
 
-def test_full_weights_beside_an_adapter_are_merged_with_it(tmp_path: Path) -> None:
-    base, lora, keys = with_head(tmp_path), tmp_path / "lora", ("model.norm.weight", "model.embed_tokens.weight")
-    model = write_adapter(base, lora, target_modules=["q_proj"])
+def test_full_weights_beside_an_adapter_are_merged_with_it(base: Path, lora: Path, out: Path) -> None:
+    keys = ("model.norm.weight", "model.embed_tokens.weight")
+    model = write_adapter(base, lora)
     full = with_full_weights(lora, base, "non_lora_state_dict.safetensors", *keys)
     # What a trainer resumes from, and peft's older copy, are no more weights.
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_3.pth", "training_args.bin"):
         torch.save({}, lora / name)
     torch.save({}, lora / "adapter_model.bin")
-    merge(base, lora, tmp_path / "out")
+    merge(base, lora, out)
     model.get_base_model().load_state_dict(full, strict=False)
-    assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", base, r"^model\.(.*q_proj|norm|embed_tokens)\.weight$")
+    assert_like_peft(out, model)
+    assert_only_trunk_moved(out, base, r"^model\.(.*q_proj|norm|embed_tokens)\.weight$")
 
 
 @pytest.mark.parametrize("file", ["non_lora_state_dict.bin", "non_lora_trainables.pt", "embeddings.pth"])
 def test_full_weights_in_a_pickle_are_named_with_a_conversion_that_works(
-    file: str, tmp_path: Path, capfd: Capture
+    file: str, base: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    base, lora = with_head(tmp_path), tmp_path / "lora"
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     full = with_full_weights(lora, base, file, "model.norm.weight")
-    assert main(["merge", str(base), "--adapter", str(lora), "--out", str(tmp_path / "out")]) == 2
+    assert run_command("merge", base, "--adapter", lora, "--out", out) == 2
     message = capfd.readouterr().err
     assert message.startswith(f"mtp-train: {lora / file}: weights beside the adapter, in a pickle")
     python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = message.partition("Convert it: ")[2]
     subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": python})
-    merge(base, lora, tmp_path / "out")
-    assert same({key: all_tensors(tmp_path / "out")[key] for key in full}, full)
+    merge(base, lora, out)
+    assert same({key: all_tensors(out)[key] for key in full}, full)
 
 
 def test_full_weights_are_refused_where_they_contradict_the_adapter_or_cannot_be_loaded(
-    tmp_path: Path, capfd: Capture
+    base: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
-    base, lora = with_head(tmp_path), tmp_path / "lora"
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     adapted = "model.layers.3.self_attn.q_proj.weight"
     with_full_weights(lora, base, "full.safetensors", adapted)
-    message = refusal(base, lora, tmp_path / "out", capfd)
+    message = refusal(base, lora, out, capfd)
     assert f"{lora / 'full.safetensors'}: replaces {adapted}, which adapter_model.safetensors adapts" in message
     with_full_weights(lora, base, "full.safetensors", "model.norm.weight")
     shutil.copyfile(lora / "full.safetensors", lora / "again.safetensors")
-    assert "expected each weight of the adapter once" in refusal(base, lora, tmp_path / "out", capfd)
+    assert "expected each weight of the adapter once" in refusal(base, lora, out, capfd)
     (lora / "again.safetensors").unlink()
     # peft, which applies an unmerged adapter, loads the adapter's own file alone.
     unmerged = ["generate", base, "--adapter", lora, "--prompt", "x"]
@@ -335,39 +342,39 @@ def test_full_weights_are_refused_where_they_contradict_the_adapter_or_cannot_be
     assert f"mtp-train merge {base} --adapter {lora}" in message
 
 
-def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> None:
+def test_shards_without_a_change_are_links(tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
     base = shard(with_head(tmp_path), 8)
-    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
-    report = document(["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"], capfd)
+    write_adapter(base, lora)
+    report = document(["merge", base, "--adapter", lora, "--out", out], capfd)
     key = "model.layers.3.self_attn.q_proj.weight"
-    touched = json.loads((base / INDEX_FILE).read_text())["weight_map"][key]
+    touched = read_json(base / INDEX_FILE)["weight_map"][key]
     for file in base.glob("*.safetensors"):
-        assert (tmp_path / "out" / file.name).samefile(file) == (file.name != touched)
+        assert (out / file.name).samefile(file) == (file.name != touched)
     assert report["content"] == f"1 tensors of {base} adapted, in 1 of 8 files"
     assert report["trunk"] == f"{len(all_tensors(base)) - 15} tensors, all bytes of {len(all_tensors(base)) - 16} equal"
 
 
-def test_the_head_is_kept_and_a_probe_proposed(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert "with the adapter `lora` merged into them" in (tmp_path / "out" / CARD_FILE).read_text()
+def test_the_head_is_kept_and_a_probe_proposed(base: Path, lora: Path, out: Path, capfd: Capture) -> None:
+    write_adapter(base, lora, target_modules=LINEAR)
+    merge(base, lora, out)
+    assert "with the adapter `lora` merged into them" in (out / CARD_FILE).read_text()
     printed = capfd.readouterr().out
     assert "bit for bit, and was not trained for the merged trunk" in printed
-    probing = f"mtp-train probe {tmp_path / 'out'} --from {base}"
+    probing = f"mtp-train probe {out} --from {base}"
     assert probing in printed
-    found = document(["inspect", tmp_path / "out", "--base", base], capfd)
+    found = document(["inspect", out, "--base", base], capfd)
     assert (found["status"], found["stale"], found["cure"]) == ("healthy", True, probing)
 
 
-def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd: Capture) -> None:
-    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    write_adapter(finetune, tmp_path / "lora", target_modules=LINEAR)
-    report = document(["merge", finetune, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"], capfd)
+def test_a_stripped_checkpoint_is_merged_and_told_to_graft(
+    finetune: Path, lora: Path, out: Path, capfd: Capture
+) -> None:
+    write_adapter(finetune, lora, target_modules=LINEAR)
+    report = document(["merge", finetune, "--adapter", lora, "--out", out], capfd)
     assert report["notes"] == [f"It has no head, like {finetune}."]
-    assert report["cure"] == f"mtp-train graft {tmp_path / 'out'} --from BASE --out {tmp_path / 'out'}-mtp"
-    assert not diagnose_head(open_checkpoint(tmp_path / "out")).found_keys
-    assert "head" not in (tmp_path / "out" / CARD_FILE).read_text()
+    assert report["cure"] == f"mtp-train graft {out} --from BASE --out {out}-mtp"
+    assert not diagnose_head(open_checkpoint(out)).found_keys
+    assert "head" not in (out / CARD_FILE).read_text()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -378,16 +385,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_merged_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    rewrite_config(tmp_path / "lora", **fields)
-    assert reason in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
+def test_what_cannot_be_merged_is_refused(
+    fields: dict[str, Any], reason: str, base: Path, lora: Path, out: Path, capfd: Capture
+) -> None:
+    write_adapter(base, lora, target_modules=LINEAR)
+    rewrite_config(lora, **fields)
+    assert reason in refusal(base, lora, out, capfd)
 
 
-def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(
+    base: Path, tmp_path: Path, lora: Path, out: Path, capfd: Capture
+) -> None:
+    write_adapter(base, lora)
     for number, (old, new, reason) in enumerate(
         [
             ("layers.3", "layers.7", "adapts model.layers.7.self_attn.q_proj.weight, for which"),
@@ -395,20 +404,19 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
             ("model.model.layers.3", "model.mtp.layers.0", "adapts mtp.layers.0.self_attn.q_proj.weight, which"),
         ]
     ):
-        shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
+        shutil.copytree(lora, tmp_path / f"lora{number}")
         rename_keys(tmp_path / f"lora{number}", old, new)
-        assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
+        assert reason in refusal(base, tmp_path / f"lora{number}", out, capfd)
 
 
-def test_weights_that_overflow_are_refused(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
+def test_weights_that_overflow_are_refused(base: Path, tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
+    write_adapter(base, lora, target_modules=LINEAR)
     trunk = tiny_trunk("qwen3_5")
     half = save_with_head(trunk, tiny_head(trunk), tmp_path / "half")
     tensors = {key: value.half() for key, value in load_file(half / SINGLE_FILE).items()}
-    save_file(tensors, half / SINGLE_FILE, metadata={"format": "pt"})
-    rewrite_config(tmp_path / "lora", lora_alpha=1e8)
-    assert "would contain NaN or infinite values in F16" in refusal(half, tmp_path / "lora", tmp_path / "out", capfd)
+    save_tensors(tensors, half / SINGLE_FILE)
+    rewrite_config(lora, lora_alpha=1e8)
+    assert "would contain NaN or infinite values in F16" in refusal(half, lora, out, capfd)
 
 
 def with_tokens(adapter: Path, *tokens: str, template: str | None = None) -> Any:
@@ -421,7 +429,7 @@ def with_tokens(adapter: Path, *tokens: str, template: str | None = None) -> Any
 
 @pytest.mark.parametrize(("tied", "whole"), [(False, None), (True, None), (False, ["embed_tokens", "lm_head"])])
 def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
-    tied: bool, whole: list[str] | None, tmp_path: Path, capfd: Capture
+    tied: bool, whole: list[str] | None, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied, vocab_size=BYTE_VOCAB_SIZE)
     shard(base)
@@ -433,17 +441,17 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     wrapped = get_peft_model(model, lora)
     wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
     tokenizer = with_tokens(tmp_path / "lora", "<step>", "<|call|>")
-    merge(base, tmp_path / "lora", tmp_path / "out")
+    merge(base, tmp_path / "lora", out)
     assert "Its tokenizer is the adapter's: " in capfd.readouterr().out
-    assert_like_peft(tmp_path / "out", wrapped)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == json.loads((base / "config.json").read_text()) | {"vocab_size": rows}
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
+    assert_like_peft(out, wrapped)
+    config = read_json(out / "config.json")
+    assert config == read_json(base / "config.json") | {"vocab_size": rows}
+    assert AutoTokenizer.from_pretrained(out)("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
     assert tokenizer("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
-    written, old = open_checkpoint(tmp_path / "out"), all_tensors(base)
+    written, old = open_checkpoint(out), all_tensors(base)
     assert written.index is not None
     assert written.index["metadata"]["total_size"] == written.num_bytes
-    unchanged = {key for key, value in all_tensors(tmp_path / "out").items() if torch.equal(value, old[key])}
+    unchanged = {key for key, value in all_tensors(out).items() if torch.equal(value, old[key])}
     ends = {"model.embed_tokens.weight"} if tied else {"model.embed_tokens.weight", "lm_head.weight"}
     assert old.keys() - unchanged == {*ends, "model.layers.3.self_attn.q_proj.weight"}
     assert tree(base) == before
@@ -451,17 +459,17 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     message = refusal_of(["generate", base, "--adapter", tmp_path / "lora", "--prompt", "x"], capfd)
     command = f"mtp-train merge {base} --adapter {tmp_path / 'lora'} --out {base}-merged"
     assert command in message
-    assert same(all_tensors(paste(command)), all_tensors(tmp_path / "out"))
+    assert same(all_tensors(paste(command)), all_tensors(out))
 
 
-def test_tokens_without_an_embedding_are_refused(tmp_path: Path, capfd: Capture) -> None:
+def test_tokens_without_an_embedding_are_refused(tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
     byte_tokenizer().save_pretrained(base)
-    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
-    with_tokens(tmp_path / "lora", "<step>")
+    write_adapter(base, lora)
+    with_tokens(lora, "<step>")
     for argv in (
-        ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
-        ["generate", base, "--adapter", tmp_path / "lora", "--prompt", "x"],
+        ["merge", base, "--adapter", lora, "--out", out],
+        ["generate", base, "--adapter", lora, "--prompt", "x"],
     ):
         message = refusal_of(argv, capfd)
         assert f"has the id {BYTE_VOCAB_SIZE} for '<step>' (1 such tokens), and {base} has {BYTE_VOCAB_SIZE}" in message
@@ -471,16 +479,17 @@ def test_tokens_without_an_embedding_are_refused(tmp_path: Path, capfd: Capture)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     wrapped.save_pretrained(tmp_path / "half", save_embedding_layers=True)
     file = tmp_path / "half" / "adapter_model.safetensors"
-    save_file({key: value for key, value in load_file(file).items() if "lm_head" not in key}, file, {"format": "pt"})
-    assert "has another matrix over it" in refusal(base, tmp_path / "half", tmp_path / "out", capfd)
+    save_tensors({key: value for key, value in load_file(file).items() if "lm_head" not in key}, file)
+    assert "has another matrix over it" in refusal(base, tmp_path / "half", out, capfd)
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "template alone", "the base's own"])
-def test_the_adapter_s_tokenizer_and_template_are_used_and_said(part: str, tmp_path: Path, capfd: Capture) -> None:
+def test_the_adapter_s_tokenizer_and_template_are_used_and_said(
+    part: str, lora: Path, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE + 2)
     byte_tokenizer().save_pretrained(base)
-    lora = tmp_path / "lora"
-    write_adapter(base, lora, target_modules=["q_proj"])
+    write_adapter(base, lora)
     template = "{{ messages[0].content }}!"
     if part == "tokenizer":
         with_tokens(lora, "<step>", "<|call|>", template=template)
@@ -488,10 +497,10 @@ def test_the_adapter_s_tokenizer_and_template_are_used_and_said(part: str, tmp_p
         (lora / "chat_template.jinja").write_text(template)
     else:
         byte_tokenizer().save_pretrained(lora)
-    merge(base, lora, tmp_path / "out")
+    merge(base, lora, out)
     assert ("Its tokenizer is the adapter's" in capfd.readouterr().out) == (part != "the base's own")
     text = "<step><|call|>"
-    merged = AutoTokenizer.from_pretrained(tmp_path / "out")
+    merged = AutoTokenizer.from_pretrained(out)
     unmerged = load_tokenizer(open_checkpoint(base), False, lora)
     num_tokens = 2 if part == "tokenizer" else len(text)
     assert len(merged(text)["input_ids"]) == len(unmerged(text)["input_ids"]) == num_tokens

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import yaml
 
 from checkpoints import base_and_finetune
+from json_files import write_json
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.runs.export import write_card, write_untrained_card
 from report_samples import SAMPLE, at_depths
@@ -26,7 +26,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "base").mkdir()
     recipe = tiny_recipe(tmp_path, tmp_path / "run", data__regenerate={"endpoint": "http://10.0.0.1:8000/v1"})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    (tmp_path / "report.json").write_text(json.dumps(SAMPLE.to_json()))
+    write_json(tmp_path / "report.json", SAMPLE.to_json())
     record(tmp_path)
     return tmp_path
 
@@ -38,7 +38,7 @@ def record(directory: Path, trunk: str | None = None, base: str | None = None) -
         "head_from": identity(base or str(directory / "base"), directory / "base", base and "abc"),
         "versions": {"mtp-train": "1.2"},
     }
-    (directory / "provenance.json").write_text(json.dumps(found))
+    write_json(directory / "provenance.json", found)
 
 
 def card(directory: Path) -> tuple[dict[str, Any], str]:
@@ -67,7 +67,7 @@ def test_a_card_tells_acceptance_engines_and_the_upload(directory: Path) -> None
 
 def test_the_commands_of_a_card_draft_as_many_tokens_as_its_report_recommends(directory: Path) -> None:
     report = at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)})
-    (directory / "report.json").write_text(json.dumps(report.to_json()))
+    write_json(directory / "report.json", report.to_json())
     assert '"num_speculative_tokens":1}' in written(directory)[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,19 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from adapters import write_adapter
-from checkpoints import all_tensors, same, set_fields, shard
+from checkpoints import all_tensors, same, save_tensors, set_fields, shard
+from json_files import read_json, write_json
 from left_over import into_hub_cache
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from runs import document, refusal, tree
+from runs import Capture, document, refusal, run_command, tree
 
-Capture = pytest.CaptureFixture[str]
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
 
 
@@ -35,9 +33,9 @@ def base(pristine: Path, tmp_path: Path) -> Path:
 
 
 def rename_in_index(path: Path, rename: Callable[[str], Any]) -> None:
-    index = json.loads((path / INDEX_FILE).read_text())
+    index = read_json(path / INDEX_FILE)
     index["weight_map"] = {key: rename(file) for key, file in index["weight_map"].items()}
-    (path / INDEX_FILE).write_text(json.dumps(index))
+    write_json(path / INDEX_FILE, index)
 
 
 def nest(path: Path, directory: str = "weights/fp32") -> Path:
@@ -46,7 +44,7 @@ def nest(path: Path, directory: str = "weights/fp32") -> Path:
     for name in SHARDS:
         decoy = {key: value + 1 for key, value in load_file(path / name).items()}
         (path / name).rename(path / directory / name)
-        save_file(decoy, path / name, {"format": "pt"})
+        save_tensors(decoy, path / name)
     rename_in_index(path, lambda file: f"{directory}/{file}")
     return path
 
@@ -72,7 +70,7 @@ def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
     assert generated(base, capfd) == text
     # A decoy that is not finite is not read either.
     decoy = load_file(base / SHARDS[0])
-    save_file({key: value * float("nan") for key, value in decoy.items()}, base / SHARDS[0], {"format": "pt"})
+    save_tensors({key: value * float("nan") for key, value in decoy.items()}, base / SHARDS[0])
     assert document(["inspect", base], capfd)["non_finite_keys"] == []
 
 
@@ -81,13 +79,13 @@ def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, pr
     expected = all_tensors(nest(base, directory))
     # Beside another model's config a directory is left out, but for the weights that are named.
     (base / directory / "config.json").write_text("{}")
-    assert main(["export", str(base), "--out", str(tmp_path / "export")]) == 0
+    assert run_command("export", base, "--out", tmp_path / "export") == 0
     fine_tune = nest(shard(Path(shutil.copytree(pristine / "finetune", tmp_path / "tuned"))), directory)
     trunk = all_tensors(fine_tune)
-    assert main(["graft", str(fine_tune), "--from", str(base), "--out", str(tmp_path / "graft")]) == 0
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    assert run_command("graft", fine_tune, "--from", base, "--out", tmp_path / "graft") == 0
+    write_adapter(pristine / "base", tmp_path / "lora")
     words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
-    assert main([str(word) for word in words]) == 0
+    assert run_command(*words) == 0
     for name in ("export", "graft", "merge"):
         assert {file.name for file in (tmp_path / name / directory).glob("*.safetensors")} == set(SHARDS)
     assert same(all_tensors(tmp_path / "export"), expected)
@@ -121,28 +119,28 @@ OUTSIDE: dict[str, Callable[[Path, str], Any]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command(
-    name: str, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    name: str, base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     shutil.copytree(base, tmp_path / "outside")
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora")
     rename_in_index(base, lambda file: OUTSIDE[name](base, file))
     for argv in commands(base, pristine, tmp_path).values():
         message = refusal(argv, capfd)
         assert f"{INDEX_FILE}: names " in message
         assert f"expected the path of a file inside {base}, without '..'" in message
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
     """Add a changed copy of a tensor to another shard of an index that names the original, which is returned."""
     value = all_tensors(path)[key]
-    save_file(load_file(path / to) | {key: value + 1}, path / to, {"format": "pt"})
+    save_tensors(load_file(path / to) | {key: value + 1}, path / to)
     return value
 
 
 def test_of_a_tensor_in_two_shards_the_index_decides(base: Path, pristine: Path, tmp_path: Path) -> None:
     trunk, head = "model.norm.weight", "mtp.fc.weight"
-    weight_map = json.loads((base / INDEX_FILE).read_text())["weight_map"]
+    weight_map = read_json(base / INDEX_FILE)["weight_map"]
     originals = all_tensors(base)
     for number, (key, other) in enumerate(itertools.product((trunk, head), SHARDS)):
         path, holder = Path(shutil.copytree(base, tmp_path / str(number))), weight_map[key]
@@ -186,7 +184,7 @@ def test_weights_that_transformers_alone_would_load_are_refused(found: str, base
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
-    nested: bool, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    nested: bool, base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     expected = all_tensors(nest(base) if nested else base)
     (base / "assets").mkdir()
@@ -197,11 +195,11 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert document(["inspect", snapshot], capfd)["status"] == "healthy"
     assert generated(snapshot, capfd) == generated(base, capfd)
     argv = ["graft", pristine / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
-    assert main([str(word) for word in argv]) == 0
-    assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
-    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-    assert (tmp_path / "out" / "assets" / "figure.png").read_text() == "a curve"
-    assert same(all_tensors(tmp_path / "out"), expected)
+    assert run_command(*argv) == 0
+    assert run_command("export", snapshot, "--out", out) == 0
+    assert not any(file.is_symlink() for file in out.rglob("*"))
+    assert (out / "assets" / "figure.png").read_text() == "a curve"
+    assert same(all_tensors(out), expected)
 
 
 def link_of_a_file(base: Path, outside: Path) -> str:
@@ -229,15 +227,15 @@ LINKS = [link_of_a_file, link_of_a_directory, loop_of_directories, loop_of_a_lin
 
 @pytest.mark.parametrize("add", LINKS)
 def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_reading(
-    add: Callable[[Path, Path], str], base: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    add: Callable[[Path, Path], str], base: Path, pristine: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
-    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora")
     message = add(base, tmp_path / "outside")
     before = tree(tmp_path)
-    graft = ["graft", base, "--from", pristine / "base", "--out", tmp_path / "out"]
-    head_only = ["export", base, "--head-only", "--out", tmp_path / "out"]
+    graft = ["graft", base, "--from", pristine / "base", "--out", out]
+    head_only = ["export", base, "--head-only", "--out", out]
     argvs = commands(base, pristine, tmp_path)
     for argv in (argvs["export"], argvs["merge"], head_only, graft):
         assert re.search(message, refusal(argv, capfd))

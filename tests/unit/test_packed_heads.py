@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields, shard
+from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_tensors, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from runs import document, paste
+from runs import Capture, document, paste, run_command
 from tiny import FAMILY_NAMES
 
-Capture = pytest.CaptureFixture[str]
 Pack = Callable[[str, tuple[int, ...]], dict[str, Tensor]]
 
 
@@ -83,7 +81,7 @@ def pack_head(path: Path, method: str = "awq") -> None:
     assert len(plain) >= 7
     for key in plain:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings})
 
 
@@ -120,11 +118,11 @@ def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> No
     tensors = load_file(packed / SINGLE_FILE)
     for lost in ("mtp.norm.weight", "mtp.layers.0.mlp.up_proj.qweight"):
         without = {key: value for key, value in tensors.items() if not key.startswith(lost.rpartition(".")[0])}
-        save_file(without, packed / SINGLE_FILE, metadata={"format": "pt"})
+        save_tensors(without, packed / SINGLE_FILE)
         found = document(["inspect", packed], capfd)
         assert (found["status"], len(found["missing_keys"])) == ("partial", 1)
     tensors["mtp.extra.qweight"] = torch.ones(1, dtype=torch.int32)
-    save_file(tensors, packed / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, packed / SINGLE_FILE)
     assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
 
 
@@ -137,7 +135,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
     if sharded:
         shard(packed)
     out = tmp_path / "out"
-    assert main(["graft", str(packed), "--from", str(original), "--out", str(out)]) == 0
+    assert run_command("graft", packed, "--from", original, "--out", out) == 0
     written = all_tensors(out)
     assert written.keys() == plain.keys()
     for key, value in written.items():
@@ -156,7 +154,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
 @pytest.mark.parametrize("donor_is_stacked", [False, True])
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
 def test_stacked_experts_that_are_packed_are_named_and_replaced(
-    method: str, donor_is_stacked: bool, tmp_path: Path, capfd: Capture
+    method: str, donor_is_stacked: bool, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     donor, _ = base_and_finetune(tmp_path / "plain", "qwen3_5_moe")
     path = fuse_experts(base_and_finetune(tmp_path / "packed", "qwen3_5_moe")[0])
@@ -171,14 +169,14 @@ def test_stacked_experts_that_are_packed_are_named_and_replaced(
             tensors |= {key: value.to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(len(value), 1, 1)}
         else:
             tensors |= {f"{key}_{half}": torch.ones(*value.shape[:-1], 2, dtype=torch.uint8) for half in MXFP4}
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": {"quant_method": method}})
     found = document(["inspect", path], capfd)
     assert (found["status"], found["missing_keys"], found["unexpected_keys"]) == ("quantised", [], [])
     assert f"head quantised with {method}" in found["runs_here"]
-    document(["graft", path, "--from", donor, "--out", tmp_path / "out"], capfd)
-    assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
-    written, given = all_tensors(tmp_path / "out"), all_tensors(donor)
+    document(["graft", path, "--from", donor, "--out", out], capfd)
+    assert document(["inspect", out], capfd)["status"] == "healthy"
+    written, given = all_tensors(out), all_tensors(donor)
     own = {key for key in written if key.startswith("mtp.")}
     assert own == {key for key in given if key.startswith("mtp.")}
     assert all(torch.equal(written[key], given[key]) for key in own)

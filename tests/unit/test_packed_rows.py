@@ -7,15 +7,12 @@ import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.trunk.states import Segment, group_by_length, isolated_hidden
-from tiny import VOCAB_SIZE, tiny_trunk
+from tiny import random_tokens, tiny_trunk
 
+TOKENS_BT = random_tokens(12, 2, seed=5)
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
-
-
-def packed_tokens() -> torch.Tensor:
-    return torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(5))
 
 
 def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
@@ -40,13 +37,13 @@ def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyP
         return hidden(tokens_NL, **rest)
 
     monkeypatch.setattr(trunk, "hidden", recorded)
-    isolated_hidden(trunk, packed_tokens(), torch.tensor(DOCUMENT))
+    isolated_hidden(trunk, TOKENS_BT, torch.tensor(DOCUMENT))
     assert shapes == [(2, 12), (2, 3)]
 
 
 def test_a_batch_of_padding_has_states_of_zero() -> None:
     trunk = tiny_trunk("qwen3_5")
-    hidden_BTD = isolated_hidden(trunk, packed_tokens(), torch.full((2, 12), P))
+    hidden_BTD = isolated_hidden(trunk, TOKENS_BT, torch.full((2, 12), P))
     assert hidden_BTD.shape == (2, 12, 32)
     assert not hidden_BTD.any()
-    assert trunk.embed(packed_tokens()).abs().min() > 0
+    assert trunk.embed(TOKENS_BT).abs().min() > 0

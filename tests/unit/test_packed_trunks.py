@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,24 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_packed_heads import compressed, gptq, int4, nf4, nvfp4
+from test_packed_heads import METHODS, Pack, int4, nf4
 from test_quantised import METHODS as LISTS
 from test_quantised import head_layers, quantisation, quantise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from checkpoints import all_tensors, base_and_finetune, set_fields
+from checkpoints import all_tensors, base_and_finetune, save_tensors, set_fields
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.trunk.load import load_trunk
-from runs import document, paste, tree
+from runs import Capture, document, paste, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
 
-Capture = pytest.CaptureFixture[str]
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed"
 )
@@ -70,15 +68,12 @@ def half_quadratic(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     return {f"{module}.W_q": torch.ones(shape[0] // 2, shape[1], dtype=torch.uint8), **beside}
 
 
-FORMS: dict[str, tuple[Callable[[str, tuple[int, ...]], dict[str, Tensor]], dict[str, Any]]] = {
-    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+FORMS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    **METHODS,
     "fp4, as bitsandbytes first declared it": (nested_fp4, {"load_in_4bit": True, "load_in_8bit": False}),
     "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
     "channels": (channels, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
     "awq": (activation_aware, {"quant_method": "awq", "bits": 4}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
-    "modelopt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
     "modelopt fp8": (static_fp8, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}),
     "hqq": (half_quadratic, {"quant_method": "hqq"}),
 }
@@ -91,15 +86,16 @@ def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
     plain = [key for key in tensors if not layout.is_head_key(key) and key.endswith("_proj.weight")]
     for key in [key for key in plain if tensors[key].ndim == 2]:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     if declared:
         set_fields(path, {"quantization_config": settings})
     return path
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "hqq"])
-def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_packed_fine_tune_is_the_trunk_of_its_base(
+    form: str, base: Path, finetune: Path, out: Path, capfd: Capture
+) -> None:
     before = tree(pack_trunk(finetune, form))
     found = document(["inspect", finetune, "--base", base], capfd)
     assert found["status"] == "declared_but_missing"
@@ -107,17 +103,16 @@ def test_a_packed_fine_tune_is_the_trunk_of_its_base(form: str, tmp_path: Path, 
     assert found["trunk_changed"]["largest_relative_change"] < 1
     grafted = paste(found["cure"])
     assert document(["inspect", grafted], capfd)["status"] == "healthy"
-    document(["export", grafted, "--out", tmp_path / "out"], capfd)
-    exported = document(["inspect", tmp_path / "out"], capfd)
+    document(["export", grafted, "--out", out], capfd)
+    exported = document(["inspect", out], capfd)
     assert exported["serves"]["vllm"].startswith("vllm serve")
-    written = all_tensors(tmp_path / "out")
+    written = all_tensors(out)
     plain = ((key, value) for key, value in all_tensors(finetune).items() if value.dtype != FP8)
     assert all(written[key].numpy(force=True).tobytes() == value.numpy(force=True).tobytes() for key, value in plain)
     assert tree(finetune) == before
 
 
-def test_tensors_beside_a_weight_with_another_name_are_no_modules(tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_tensors_beside_a_weight_with_another_name_are_no_modules(base: Path, finetune: Path, capfd: Capture) -> None:
     pack_trunk(finetune, "hqq")
     assert document(["inspect", finetune, "--base", base], capfd)["status"] == "declared_but_missing"
 
@@ -129,17 +124,16 @@ def test_tensors_beside_a_weight_with_another_name_are_no_modules(tmp_path: Path
     ids=["int8", "nf4", "fp4"],
 )
 def test_what_bitsandbytes_saved_is_grafted_and_decoded(
-    settings: dict[str, Any], tmp_path: Path, capfd: Capture
+    settings: dict[str, Any], base: Path, finetune: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     """Some of its layers have 4 rows, which the 4-bit kernel of some CPUs does not take."""
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     packing = BitsAndBytesConfig(**settings)
     model = AutoModelForCausalLM.from_pretrained(finetune, quantization_config=packing, device_map="cpu")
     model.save_pretrained(tmp_path / "saved")
-    document(["graft", tmp_path / "saved", "--from", base, "--out", tmp_path / "out"], capfd)
+    document(["graft", tmp_path / "saved", "--from", base, "--out", out], capfd)
     # A list takes the place of transformers' own, which names the output matrix.
-    assert "lm_head" in quantisation(tmp_path / "out")["llm_int8_skip_modules"]
-    trunk = load_trunk(tmp_path / "out", open_checkpoint(base).family, dtype=torch.float32)
+    assert "lm_head" in quantisation(out)["llm_int8_skip_modules"]
+    trunk = load_trunk(out, open_checkpoint(base).family, dtype=torch.float32)
     assert torch.equal(trunk.lm_head_VD, model.lm_head.weight)
     for part in model.modules():
         part.support_avx512bf16_for_cpu = False
@@ -166,14 +160,13 @@ UNDECLARED: dict[str, Callable[[Path], object]] = {
 
 
 def add(path: Path, key: str) -> None:
-    save_file({**all_tensors(path), key: torch.ones(1, 1)}, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors({**all_tensors(path), key: torch.ones(1, 1)}, path / SINGLE_FILE)
 
 
 @pytest.mark.parametrize("case", UNDECLARED)
 def test_a_packed_weight_without_a_method_is_refused_wherever_it_is_read(
-    case: str, tmp_path: Path, capfd: Capture
+    case: str, base: Path, finetune: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     path = Path(shutil.copytree(base, tmp_path / "packed"))
     UNDECLARED[case](path)
     found = document(["inspect", path], capfd)
@@ -209,8 +202,7 @@ def test_no_plain_checkpoint_shows_packed_weights(family_name: str, tmp_path: Pa
     ],
     ids=["modelopt's file", "the old field"],
 )
-def test_a_method_is_declared_where_engines_look_for_it(declare: Any, tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_method_is_declared_where_engines_look_for_it(declare: Any, base: Path, capfd: Capture) -> None:
     declare(pack_trunk(base, "channels", declared=False))
     assert document(["inspect", base], capfd)["status"] == "healthy"
 
@@ -222,10 +214,9 @@ def test_a_method_is_declared_where_engines_look_for_it(declare: Any, tmp_path: 
         ("awq", "transformers cannot load weights packed with awq"),
     ],
 )
-def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message: str, tmp_path: Path) -> None:
+def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message: str, base: Path) -> None:
     if form == "awq" and importlib.util.find_spec("gptqmodel") is not None:
         pytest.skip("gptqmodel reads it")
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     pack_trunk(base, form)
     with pytest.raises(CheckpointError, match=message):
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
@@ -296,35 +287,31 @@ FUSED = [
     ],
     ids=lambda settings: "-".join(map(str, settings)),
 )
-def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], base: Path) -> None:
     pack_trunk(base, "awq")
     set_fields(base, {"quantization_config": settings})
     checkpoint = open_checkpoint(base)
     assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
 
 
-def test_layers_that_the_trunk_keeps_in_floats_are_not_named(tmp_path: Path) -> None:
+def test_layers_that_the_trunk_keeps_in_floats_are_not_named(base: Path) -> None:
     """Releases in FP8 have a projection and routers in plain floats, and list none of them."""
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     quantise(base, r"layers\..*_proj\.weight")
     checkpoint = open_checkpoint(base)
     assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
 
 
-def test_the_packed_layers_of_a_head_get_no_exception(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_the_packed_layers_of_a_head_get_no_exception(base: Path, out: Path, capfd: Capture) -> None:
     quantise(base, r"^model\.layers.*_proj\.weight|^mtp\.layers\.0\.self_attn.*_proj\.weight")
-    document(["export", base, "--out", tmp_path / "out"], capfd)
-    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
+    document(["export", base, "--out", out], capfd)
+    listed = quantisation(out)["modules_to_not_convert"]
     assert sorted(listed) == ["lm_head", *sorted(layer for layer in LAYERS if "mlp" in layer)]
 
 
-def test_modelopt_s_own_file_is_extended_too(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_modelopt_s_own_file_is_extended_too(base: Path, capfd: Capture) -> None:
     pack_trunk(base, "modelopt fp8", declared=False)
     own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (base / "hf_quant_config.json").write_text(json.dumps(own))
+    write_json(base / "hf_quant_config.json", own)
     out = paste(document(["inspect", base], capfd)["cure"])
-    found = json.loads((out / "hf_quant_config.json").read_text())
+    found = read_json(out / "hf_quant_config.json")
     assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import mtp_train.checkpoints.export
 from checkpoints import all_tensors, base_and_finetune, shared_by_the_head, wrap_as_vision_language
+from json_files import read_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -40,49 +40,44 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
     _, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    index = json.loads((path / INDEX_FILE).read_text())
+    index = read_json(path / INDEX_FILE)
     assert index["weight_map"].keys() == all_tensors(path).keys()
     assert {file.name for file in path.glob("*.safetensors")} == set(index["weight_map"].values())
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return base_and_finetune(tmp_path, "qwen3_5")[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_every_checkpoint_of_a_trainer_and_its_last_save_hold_the_head(
-    family_name: str, tied: bool, tmp_path: Path
+    family_name: str, tied: bool, tmp_path: Path, out: Path
 ) -> None:
     base, _ = base_and_finetune(tmp_path, family_name, tied=tied)
-    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer = make_trainer(load(base), out, KeepHead())
     trainer.train()
     trainer.save_model()
-    for path in (tmp_path / "out" / "checkpoint-1", tmp_path / "out" / "checkpoint-2", tmp_path / "out"):
+    for path in (out / "checkpoint-1", out / "checkpoint-2", out):
         assert_keeps_the_head(path, base)
 
 
-def test_without_the_line_the_head_is_lost(base: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(load(base), tmp_path / "out")
+def test_without_the_line_the_head_is_lost(base: Path, out: Path) -> None:
+    trainer = make_trainer(load(base), out)
     trainer.train()
     trainer.save_model()
-    for path in (tmp_path / "out" / "checkpoint-2", tmp_path / "out"):
+    for path in (out / "checkpoint-2", out):
         assert inspect(path, base).status == "declared_but_missing"
 
 
-def test_a_model_that_the_trainer_makes_itself_is_taken_hold_of(base: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(None, tmp_path / "out", KeepHead(), model_init=lambda: load(base))
+def test_a_model_that_the_trainer_makes_itself_is_taken_hold_of(base: Path, out: Path) -> None:
+    trainer = make_trainer(None, out, KeepHead(), model_init=lambda: load(base))
     trainer.train()
-    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
+    assert_keeps_the_head(out / "checkpoint-2", base)
 
 
-def test_saving_again_to_the_same_place_leaves_no_file_behind(base: Path, tmp_path: Path) -> None:
+def test_saving_again_to_the_same_place_leaves_no_file_behind(base: Path, out: Path) -> None:
     model = load(base)
     keep_head(model)
     for size in ("20KB", "1GB", "1GB", "20KB"):
-        model.save_pretrained(tmp_path / "out", max_shard_size=size)
-        assert_keeps_the_head(tmp_path / "out", base, stale=False)
+        model.save_pretrained(out, max_shard_size=size)
+        assert_keeps_the_head(out, base, stale=False)
 
 
 def test_saving_over_the_base_keeps_its_head(base: Path, tmp_path: Path) -> None:
@@ -94,27 +89,32 @@ def test_saving_over_the_base_keeps_its_head(base: Path, tmp_path: Path) -> None
         assert_keeps_the_head(tmp_path / "own", base)
 
 
-def test_the_text_model_of_a_wrapper_gets_the_wrappers_head(base: Path, tmp_path: Path) -> None:
+def test_the_text_model_of_a_wrapper_gets_the_wrappers_head(base: Path, tmp_path: Path, out: Path) -> None:
     wrapped = wrap_as_vision_language(shutil.copytree(base, tmp_path / "wrapped"))
     model = load(base)
     keep_head(model, wrapped)
-    model.save_pretrained(tmp_path / "out")
-    assert_keeps_the_head(tmp_path / "out", base, stale=False)
+    model.save_pretrained(out)
+    assert_keeps_the_head(out, base, stale=False)
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("modules_to_save", [None, ["embed_tokens", "lm_head"]])
 @pytest.mark.parametrize("resized", [False, True])
 def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
-    modules_to_save: list[str] | None, resized: bool, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    modules_to_save: list[str] | None,
+    resized: bool,
+    base: Path,
+    tmp_path: Path,
+    out: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = load(base)
     if resized:
         plain.resize_token_embeddings(80)
     model = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "up_proj"], modules_to_save=modules_to_save))
-    trainer = make_trainer(model, tmp_path / "out", KeepHead())
+    trainer = make_trainer(model, out, KeepHead())
     trainer.train()
-    adapter = tmp_path / "out" / "checkpoint-1"
+    adapter = out / "checkpoint-1"
     assert not list(adapter.glob("model*"))
     told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert len(told) == 1
@@ -126,14 +126,14 @@ def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
 
 
 def test_a_checkpoint_in_the_trainers_own_shards_is_named(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    base: Path, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class SavesElsewhere(type(make_trainer(load(base), tmp_path / "none"))):  # type: ignore[misc]
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
             """As with FSDP's SHARDED_STATE_DICT: the weights are saved beside the optimiser's state."""
             Path(output_dir or "").mkdir(parents=True)
 
-    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer = make_trainer(load(base), out, KeepHead())
     trainer.__class__ = SavesElsewhere
     trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
@@ -141,22 +141,22 @@ def test_a_checkpoint_in_the_trainers_own_shards_is_named(
     assert f"mtp-train graft MERGED --from {base}" in told[0]
 
 
-def test_a_copy_of_the_model_saves_itself(base: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_model_saves_itself(base: Path, out: Path) -> None:
     model = load(base)
     keep_head(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.get_output_embeddings().weight.zero_()
-    other.save_pretrained(tmp_path / "out")
-    assert not all_tensors(tmp_path / "out")["lm_head.weight"].any()
-    assert inspect(tmp_path / "out").status == "healthy"
+    other.save_pretrained(out)
+    assert not all_tensors(out)["lm_head.weight"].any()
+    assert inspect(out).status == "healthy"
 
 
-def test_only_the_main_process_writes(base: Path, tmp_path: Path) -> None:
+def test_only_the_main_process_writes(base: Path, tmp_path: Path, out: Path) -> None:
     model = load(base)
     keep_head(model)
-    model.save_pretrained(tmp_path / "out", is_main_process=False)
-    assert not list((tmp_path / "out").glob("*mtp*"))
+    model.save_pretrained(out, is_main_process=False)
+    assert not list(out.glob("*mtp*"))
     model.save_pretrained(tmp_path / "empty", state_dict={})
     assert not (tmp_path / "empty" / INDEX_FILE).exists()
 
@@ -200,16 +200,16 @@ def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads(
 
 
 def test_a_full_disk_is_told_and_training_goes_on(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    base: Path, out: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mtp_train.checkpoints.export, "write_safetensors", full)
-    trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
+    trainer = make_trainer(load(base), out, KeepHead())
     trainer.train()
     assert trainer.state.global_step == 2
-    saved = tmp_path / "out" / "checkpoint-1"
+    saved = out / "checkpoint-1"
     told = [record for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert [record.levelno for record in told] == [logging.WARNING] * 2
     assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in told[0].getMessage()
@@ -220,11 +220,11 @@ def test_a_full_disk_is_told_and_training_goes_on(
     assert_keeps_the_head(paste(command), base)
 
 
-def test_a_base_that_cannot_give_a_head_is_refused_before_training(base: Path, tmp_path: Path) -> None:
+def test_a_base_that_cannot_give_a_head_is_refused_before_training(base: Path, tmp_path: Path, out: Path) -> None:
     finetune = tmp_path / "finetune"
     with pytest.raises(CheckpointError, match=r"finetune: holds no head tensors .*; expected a complete head\. Name"):
-        make_trainer(load(finetune), tmp_path / "out", KeepHead())
-    make_trainer(load(finetune), tmp_path / "out", KeepHead(base))
+        make_trainer(load(finetune), out, KeepHead())
+    make_trainer(load(finetune), out, KeepHead(base))
     other, _ = base_and_finetune(tmp_path / "glm", "glm4_moe")
     with pytest.raises(CheckpointError, match=r"base: family GLM.*, but the model has Qwen3\.5.*; expected the base"):
         keep_head(load(base), other)

@@ -18,10 +18,11 @@ import mtp_train as mtp
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.resolve import recipe_of
-from runs import document
+from repository import RECIPES
+from runs import Capture, document
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "wandb", "peft"}
-RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
+RECIPE = RECIPES / "retrain_head.yaml"
 
 
 def test_every_public_name_is_there_and_records_are_frozen() -> None:
@@ -105,7 +106,7 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
 # Results
 
 
-def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: Capture) -> None:
     found = mtp.inspect("demo:finetune", base=demo_path("base"))
     printed = document(["inspect", "demo:finetune", "--base", "demo:base"], capfd)
     assert {
@@ -119,14 +120,14 @@ def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.
     assert "a &amp;&amp; b" in marked
 
 
-def test_one_export_has_one_form(tmp_path: Path) -> None:
+def test_one_export_has_one_form(out: Path) -> None:
     with pytest.raises(mtp.MtpError, match="--head-only: given with --gguf, which writes the head alone"):
-        mtp.export("demo:base", tmp_path / "out", head_only=True, gguf="f16")
+        mtp.export("demo:base", out, head_only=True, gguf="f16")
 
 
-def test_a_rule_is_one_of_three(tmp_path: Path) -> None:
+def test_a_rule_is_one_of_three(out: Path) -> None:
     with pytest.raises(mtp.DataError, match="--rules: 'fast'; expected greedy, argmax, sampled"):
-        mtp.evaluate("demo:base", tmp_path / "out", grid=mtp.EvaluationGrid(rules=["fast"]))  # type: ignore[list-item]
+        mtp.evaluate("demo:base", out, grid=mtp.EvaluationGrid(rules=["fast"]))  # type: ignore[list-item]
 
 
 # Recipes and overrides

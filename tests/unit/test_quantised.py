@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,23 +9,22 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import save_file
+from test_packed_heads import int4
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, rewrite, set_fields
+from checkpoints import all_tensors, base_and_finetune, own_head, rewrite, save_tensors, set_fields
+from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
 from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
-from runs import document
+from runs import Capture, document, run_command
 from tiny import FAMILY_NAMES, IS_OLD
 
-Capture = pytest.CaptureFixture[str]
 BLOCK = 16
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
@@ -52,7 +50,7 @@ def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -
     for key in [key for key in tensors if re.search(pattern, key) and tensors[key].ndim == 2]:
         tensors[key], tensors[key.removesuffix("weight") + "weight_scale_inv"], plain[key] = to_fp8(tensors[key])
     assert plain
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings or FP8})
     return plain
 
@@ -61,19 +59,17 @@ def pack(path: Path, settings: dict[str, Any]) -> None:
     """Store some matrices of the trunk as four-bit methods do: other keys, dtypes and shapes."""
     tensors = all_tensors(path)
     for key in [key for key in tensors if key.endswith("self_attn.q_proj.weight")]:
-        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
-        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+        tensors |= int4(key.removesuffix(".weight"), tensors.pop(key).shape)
+    save_tensors(tensors, path / SINGLE_FILE)
     set_fields(path, {"quantization_config": settings})
 
 
 def graft(finetune: Path, base: Path, out: Path) -> int:
-    return main(["graft", str(finetune), "--from", str(base), "--out", str(out)])
+    return run_command("graft", finetune, "--from", base, "--out", out)
 
 
 def quantisation(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())["quantization_config"]
+    return read_json(path / "config.json")["quantization_config"]
 
 
 def head_layers(path: Path) -> list[str]:
@@ -126,15 +122,15 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @pytest.mark.parametrize(("settings", "covers"), METHODS.values(), ids=METHODS.keys())
 def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
-    settings: dict[str, Any], covers: Any, family_name: str, tmp_path: Path
+    settings: dict[str, Any], covers: Any, family_name: str, tmp_path: Path, out: Path
 ) -> None:
     base, finetune = base_and_finetune(tmp_path, family_name)
     pack(finetune, settings)
     before = all_tensors(finetune)
-    assert graft(finetune, base, tmp_path / "out") == 0
-    written, found = all_tensors(tmp_path / "out"), quantisation(tmp_path / "out")
+    assert graft(finetune, base, out) == 0
+    written, found = all_tensors(out), quantisation(out)
     assert all(torch.equal(written[key], value) for key, value in before.items())
-    layers = head_layers(tmp_path / "out")
+    layers = head_layers(out)
     assert len(layers) > 5
     assert all(covers(found, module) for module in layers)
     # The trunk stays quantised, and the other settings stay the same.
@@ -143,45 +139,44 @@ def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
     for name, value in settings.items():
         assert found[name] == value or set(value or ()) < set(found[name])
     # A config with the exceptions already is copied byte for byte.
-    assert graft(tmp_path / "out", base, tmp_path / "again") == 0
-    assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+    assert graft(out, base, tmp_path / "again") == 0
+    assert (tmp_path / "again" / "config.json").read_bytes() == (out / "config.json").read_bytes()
 
 
 @pytest.mark.skipif(IS_OLD, reason="an older transformers takes layer 3 for layer 30")
-def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
+def test_transformers_reads_the_list_the_same_way(tmp_path: Path, out: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "glm4_moe")
     quantise(finetune, r"layers\..*_proj\.weight")
-    assert graft(finetune, base, tmp_path / "out") == 0
-    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
-    assert not any(should_convert_module(module, listed) for module in head_layers(tmp_path / "out"))
+    assert graft(finetune, base, out) == 0
+    listed = quantisation(out)["modules_to_not_convert"]
+    assert not any(should_convert_module(module, listed) for module in head_layers(out))
     assert should_convert_module("model.layers.0.mlp.down_proj", listed)
     assert should_convert_module("model.layers.30.mlp.down_proj", listed)
 
 
-def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_modelopt_s_own_file_says_it_too(base: Path, finetune: Path, out: Path) -> None:
     pack(finetune, {"quant_method": "modelopt", "ignore": ["mtp*"]})
     own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
-    (finetune / "hf_quant_config.json").write_text(json.dumps(own))
-    assert graft(finetune, base, tmp_path / "out") == 0
-    found = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    write_json(finetune / "hf_quant_config.json", own)
+    assert graft(finetune, base, out) == 0
+    found = read_json(out / "hf_quant_config.json")
     assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]
-    assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
+    assert (out / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
 
-def test_an_unknown_method_is_refused(tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_unknown_method_is_refused(base: Path, finetune: Path, out: Path, capfd: Capture) -> None:
     set_fields(finetune, {"quantization_config": {"quant_method": "aqlm"}})
-    assert graft(finetune, base, tmp_path / "out") == 2
+    assert graft(finetune, base, out) == 2
     assert "quantised with aqlm, whose list of exceptions is not supported; expected one of" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 # Heads and trunks in FP8
 
 
-def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(
+    base: Path, tmp_path: Path, capfd: Capture
+) -> None:
     quantise(base, r"^mtp\.layers.*_proj\.weight|^model\.layers.*_proj\.weight", {**FP8, "modules_to_not_convert": []})
     assert diagnose_head(open_checkpoint(base)).complete
     assert stored_dtype(open_checkpoint(base)) == "F32"
@@ -189,7 +184,7 @@ def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_pat
     set_fields(base, {"mtp_num_hidden_layers": None})
     for options in ([], ["--head-only"]):
         out = tmp_path / f"out{len(options)}"
-        assert main(["export", str(base), "--out", str(out), *options]) == 0
+        assert run_command("export", base, "--out", out, *options) == 0
         written, before = all_tensors(out), all_tensors(base)
         assert all(
             torch.equal(value.view(torch.uint8), before[key].view(torch.uint8)) for key, value in written.items()
@@ -200,7 +195,7 @@ def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_pat
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_a_head_in_fp8_is_read_with_its_scales(
-    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_name: str, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Five rows of 32 columns are read at a time, and three such reads begin within the scales of 16 rows.
     monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
@@ -208,17 +203,16 @@ def test_a_head_in_fp8_is_read_with_its_scales(
     layout = layout_of(open_checkpoint(base))
     heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
     plain = quantise(base, heads)
-    checkpoint = open_checkpoint(base)
-    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = own_head(open_checkpoint(base))
     native = {key: value for name, tensor in head.state_dict().items() for key, value in layout.split(name, tensor)}
     # Grafted, it is in bf16, and without scales; elsewhere it stays what it was.
-    assert graft(finetune, base, tmp_path / "out") == 0
-    written = all_tensors(tmp_path / "out")
+    assert graft(finetune, base, out) == 0
+    written = all_tensors(out)
     assert not any("scale" in key for key in written)
     for key, value in plain.items():
         assert torch.equal(native[key], value.bfloat16().float())
         assert torch.equal(written[key], value.bfloat16())
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in read_json(out / "config.json")
 
 
 def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
@@ -227,7 +221,7 @@ def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
     tensors = all_tensors(path)
     beside = {key: value.bfloat16() for key, value in tensors.items() if value.dtype == torch.float32}
     scales = {key: tensors[key] for key in tensors if key.endswith("_scale_inv")}
-    save_file(tensors | beside | scales, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors | beside | scales, path / SINGLE_FILE)
     return {key: value for key, value in (beside | plain).items() if key not in scales}
 
 
@@ -237,7 +231,7 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     base, _ = base_and_finetune(tmp_path, family_name)
     reference = Path(shutil.copytree(base, tmp_path / "reference"))
     plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
-    save_file(plain, reference / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(plain, reference / SINGLE_FILE)
     found, expected = (load_trunk(path, open_checkpoint(path).family, dtype=dtype) for path in (base, reference))
     # Not all in `dtype`: transformers keeps the routers of many mixtures in fp32, from 5.24.
     assert [value.dtype for value in found.parameters()] == [value.dtype for value in expected.parameters()]
@@ -245,9 +239,8 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     assert torch.equal(found.hidden(tokens_1T), expected.hidden(tokens_1T))
 
 
-def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> None:
+def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(base: Path) -> None:
     """transformers would divide 48 rows with two scales into blocks of 24 rows instead of 32 and 16."""
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     key = "model.layers.0.mlp.up_proj.weight"
     quantise(base, re.escape(key), {**FP8, "weight_block_size": [32, 32]})
     rewrite(base, lambda tensors: tensors.update({f"{key}_scale_inv": torch.ones(2, 1)}))
@@ -255,34 +248,31 @@ def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> 
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_scales_that_do_not_fit_are_refused(base: Path, finetune: Path, out: Path, capfd: Capture) -> None:
     quantise(base, r"^mtp\..*_proj\.weight", {**FP8, "weight_block_size": [8, 8]})
-    assert graft(finetune, base, tmp_path / "out") == 2
+    assert graft(finetune, base, out) == 2
     assert "expected one for each block of 8 x 8. Restore weight_block_size" in capfd.readouterr().err
     rewrite(base, lambda tensors: [tensors.pop(key) for key in [*tensors] if "scale" in key])
-    assert graft(finetune, base, tmp_path / "out") == 2
+    assert graft(finetune, base, out) == 2
     assert "found F8_E4M3 without scales, expected scales beside it" in capfd.readouterr().err
 
 
-def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(base: Path, tmp_path: Path, out: Path) -> None:
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     quantise(quantised, r"^mtp\..*_proj\.weight")
-    assert graft(quantised, base, tmp_path / "out") == 0
-    written, expected = all_tensors(tmp_path / "out"), all_tensors(base)
+    assert graft(quantised, base, out) == 0
+    written, expected = all_tensors(out), all_tensors(base)
     assert written.keys() == expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in written.items())
-    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
-    assert {*head_layers(tmp_path / "out")} <= {*listed}
+    listed = quantisation(out)["modules_to_not_convert"]
+    assert {*head_layers(out)} <= {*listed}
 
 
 def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
-    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     plain = quantise(quantised, r"^model\.layers.*_proj\.weight")
@@ -302,8 +292,9 @@ def layout_keys(path: Path) -> list[str]:
     return [key for key in all_tensors(path) if layout.is_head_key(key)]
 
 
-def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Path, capfd: Capture) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(
+    base: Path, finetune: Path, out: Path, capfd: Capture
+) -> None:
     pack(finetune, {"quant_method": "awq"})
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
     changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
@@ -314,5 +305,5 @@ def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Pa
     }
     for message, change in changes.items():
         rewrite(finetune, change)
-        assert graft(finetune, base, tmp_path / "out") == 2
+        assert graft(finetune, base, out) == 2
         assert message in capfd.readouterr().err

@@ -13,7 +13,7 @@ import torch
 from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequences_of
 from torch import nn
 
-from checkpoints import base_and_finetune, save_stripped, set_fields
+from checkpoints import save_stripped, set_fields
 from mtp_inference import HeadDrafting, NgramDrafting, SpeculativeDecoder, compare, fault_of
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError
@@ -131,8 +131,7 @@ def test_the_kernel_of_other_cpus_takes_every_layer_in_4_bits(
         _convert_weight_packed_for_cpu(gate.weight.data, gate.weight.quant_state)
 
 
-def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_trunk_of_which_nothing_can_be_packed_is_refused(base: Path) -> None:
     with pytest.raises(CheckpointError, match=r"base: no linear layer that can be packed into 4bit; expected one with"):
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32, quantization="4bit")
 
@@ -206,8 +205,7 @@ def test_packing_documents_changes_no_gradient(
         torch.testing.assert_close(found[0][name], value, atol=rough * scale, rtol=0)
 
 
-def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_checkpoint_that_is_quantised_already_is_refused(base: Path) -> None:
     require_quantizable("8bit", open_checkpoint(base).config, where=base)
     set_fields(base, {"quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(CheckpointError, match=r"quantised with fp8 already, while model\.quantization is 8bit"):

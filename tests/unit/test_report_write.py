@@ -36,15 +36,15 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def test_report_writes_its_files_and_nothing_else(tmp_path: Path) -> None:
+def test_report_writes_its_files_and_nothing_else(tmp_path: Path, new_run: Path) -> None:
     write_report(STUDY, tmp_path / "studies" / "one", PROVENANCE)
     files = contents(tmp_path / "studies" / "one")
     assert sorted(files) == ["acceptance.csv", "comparisons.csv", "figures/tau.png", "report.html", "report.json"]
     assert load_report(tmp_path / "studies" / "one" / "report.json") == STUDY
     assert b"2.13.0" in files["report.html"]
-    write_report(EMPTY, tmp_path / "run", {})
-    assert sorted(contents(tmp_path / "run")) == ["acceptance.csv", "report.html", "report.json"]
-    assert rows_of(tmp_path / "run" / "acceptance.csv") == []
+    write_report(EMPTY, new_run, {})
+    assert sorted(contents(new_run)) == ["acceptance.csv", "report.html", "report.json"]
+    assert rows_of(new_run / "acceptance.csv") == []
 
 
 def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:

@@ -25,53 +25,53 @@ REFUSED = Outcome(exit_code=2, reason="bad_input", message="data: gone; expected
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    return tiny_recipe(tmp_path / "in", tmp_path / "run")
+def recipe(tmp_path: Path, new_run: Path) -> Recipe:
+    return tiny_recipe(tmp_path / "in", new_run)
 
 
-def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: Recipe) -> None:
-    RunDirectory(tmp_path / "run").require_ours(recipe)
-    (tmp_path / "run").mkdir()
-    RunDirectory(tmp_path / "run").require_ours(recipe)
-    RunDirectory(tmp_path / "run").write_outcome(REFUSED)
-    RunDirectory(tmp_path / "run").require_ours(recipe)
+def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, new_run: Path, recipe: Recipe) -> None:
+    RunDirectory(new_run).require_ours(recipe)
+    new_run.mkdir()
+    RunDirectory(new_run).require_ours(recipe)
+    RunDirectory(new_run).write_outcome(REFUSED)
+    RunDirectory(new_run).require_ours(recipe)
     assert list(tree(tmp_path)) == ["run", "run/outcome.json"]
     # Files of a claim that was killed.
     for name in ("inputs.json", ".inputs.json.tmp", "provenance.json", ".recipe.yaml.tmp"):
-        (tmp_path / "run" / name).write_text("{}")
-    RunDirectory(tmp_path / "run").require_ours(recipe)
+        (new_run / name).write_text("{}")
+    RunDirectory(new_run).require_ours(recipe)
 
 
-def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, new_run: Path, recipe: Recipe) -> None:
     for argv in ("first", "second"):
-        RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": [argv]}, {})
-    assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
-    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["argv"] == ["first"]
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    RunDirectory(tmp_path / "run").require_ours(recipe)
+        RunDirectory(new_run).claim(recipe, {"seed": 0, "argv": [argv]}, {})
+    assert load_recipe(new_run / "recipe.yaml") == recipe
+    assert json.loads((new_run / "provenance.json").read_text())["argv"] == ["first"]
+    (new_run / "metrics.jsonl").write_text("")
+    RunDirectory(new_run).require_ours(recipe)
     # Trackers change no figure: a run goes on with others.
-    RunDirectory(tmp_path / "run").require_ours(recipe.replaced({"track.tensorboard": True}))
-    other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3, data__regenerate={}, seed=7)
+    RunDirectory(new_run).require_ours(recipe.replaced({"track.tensorboard": True}))
+    other = tiny_recipe(tmp_path / "in", new_run, train__lr=2e-3, data__regenerate={}, seed=7)
     differ = (
         r"seed: 0 there, 7 here, data\.regenerate: null there, a section here, train\.lr: 0\.001 there, 0\.002 here"
     )
     with pytest.raises(OutputExistsError, match=rf"holds the run of another recipe \(.*recipe\.yaml\): {differ}; exp"):
-        RunDirectory(tmp_path / "run").require_ours(other)
-    (tmp_path / "run" / "provenance.json").write_text("{}")
+        RunDirectory(new_run).require_ours(other)
+    (new_run / "provenance.json").write_text("{}")
     with pytest.raises(OutputExistsError, match=r"a run of format_version None, .*; expected 1\. Choose another"):
-        RunDirectory(tmp_path / "run").require_ours(recipe)
+        RunDirectory(new_run).require_ours(recipe)
 
 
 @pytest.mark.parametrize("beside", [[], ["outcome.json"], ["provenance.json"], [".recipe.yaml.tmp"]])
-def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, recipe: Recipe) -> None:
-    (tmp_path / "run").mkdir()
+def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, new_run: Path, recipe: Recipe) -> None:
+    new_run.mkdir()
     for name in [*beside, "thesis.txt"]:
-        (tmp_path / "run" / name).write_text("{}")
+        (new_run / name).write_text("{}")
     before = tree(tmp_path)
     # By check, and by a run.
     for refuses in (RunDirectory.require_place, RunDirectory.require_ours):
         with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(thesis\.txt\); expected"):
-            refuses(RunDirectory(tmp_path / "run"), recipe)
+            refuses(RunDirectory(new_run), recipe)
     assert tree(tmp_path) == before
 
 
@@ -82,7 +82,7 @@ class KilledError(Exception):
 @pytest.mark.parametrize("leave_temporary", [False, True])
 @pytest.mark.parametrize("killed_write", ["write_json", "write_text"])
 def test_a_run_killed_while_it_claims_can_claim_again(
-    killed_write: str, leave_temporary: bool, tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    killed_write: str, leave_temporary: bool, new_run: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(path: Path, content: object) -> None:
         if leave_temporary:
@@ -92,11 +92,11 @@ def test_a_run_killed_while_it_claims_can_claim_again(
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, killed_write, killed)
         with pytest.raises(KilledError):
-            RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
-    RunDirectory(tmp_path / "run").require_ours(recipe)
-    RunDirectory(tmp_path / "run").clear_leftovers()
-    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
-    assert list(tree(tmp_path / "run")) == ["inputs.json", "provenance.json", "recipe.yaml"]
+            RunDirectory(new_run).claim(recipe, {"seed": 0}, {})
+    RunDirectory(new_run).require_ours(recipe)
+    RunDirectory(new_run).clear_leftovers()
+    RunDirectory(new_run).claim(recipe, {"seed": 0}, {})
+    assert list(tree(new_run)) == ["inputs.json", "provenance.json", "recipe.yaml"]
 
 
 def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> None:

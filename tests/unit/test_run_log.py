@@ -15,6 +15,7 @@ import pytest
 import torch.utils
 from rich.console import Console
 
+from json_files import read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.errors import RecipeError
 from mtp_train.report.write import log_report
@@ -111,8 +112,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 ONLINE = Tracking("online", project="tests")
 
 
-def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(tmp_path: Path, recorder: Recorder) -> None:
-    run_dir = tmp_path / "run"
+def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(
+    tmp_path: Path, new_run: Path, recorder: Recorder
+) -> None:
+    run_dir = new_run
     fill(run_dir, 2, ONLINE)
     fill(run_dir, 3, ONLINE, resume_step=2)
     log_report(SAMPLE, run_dir, ONLINE, {"seed": 1})
@@ -120,7 +123,7 @@ def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(tmp_path: Path
     assert [[one[name] for name in names] for one in recorder.opened] == [
         ["tests", "run", run_dir, "online", {"seed": 1}, "allow"]
     ] * 3
-    assert {one["id"] for one in recorder.opened} == {json.loads((run_dir / TRACKED_FILE).read_text())["wandb"]}
+    assert {one["id"] for one in recorder.opened} == {read_json(run_dir / TRACKED_FILE)["wandb"]}
     assert recorder.finished == 3
     # Numbers, and no text.
     assert recorder.logged[:3] == [({"loss": 1.0 / step}, step) for step in (1, 2, 3)]
@@ -139,7 +142,7 @@ def test_wandb_gets_the_page_of_a_report(tmp_path: Path, recorder: Recorder) -> 
     assert recorder.logged[0][0]["report"] == "<p>"
 
 
-def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_trackers_get_the_numbers(new_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, trackio, calls = Recorder(), Recorder(), list[Any]()
     writer.add_scalar = lambda *given, **more: calls.append((*given, more["global_step"]))  # type: ignore[attr-defined]
     writer.flush = writer.close = lambda: None  # type: ignore[attr-defined]
@@ -152,13 +155,13 @@ def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.utils, "tensorboard", SimpleNamespace(SummaryWriter=opened), raising=False)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     both = Tracking(tensorboard=True, trackio=True, project="tests")
-    fill(tmp_path / "run", 3, both, resume_step=2)
+    fill(new_run, 3, both, resume_step=2)
     # TensorBoard drops the steps that are done again.
-    assert made == [((str(tmp_path / "run" / "tensorboard"),), {"purge_step": 3})]
+    assert made == [((str(new_run / "tensorboard"),), {"purge_step": 3})]
     assert calls == [("loss", 1 / 3, 3)]
     assert (trackio.opened[0]["project"], trackio.opened[0]["name"]) == ("tests", "run")
     assert trackio.logged == [({"loss": 1 / 3}, 3)]
-    log_report(SAMPLE, tmp_path / "run", both)
+    log_report(SAMPLE, new_run, both)
     assert (trackio.logged[1][0]["arms/retrained/tau"], made[1][1]) == (3.44, {})
 
 
@@ -179,4 +182,4 @@ def test_offline_leaves_a_wandb_run_to_upload_later(tmp_path: Path, monkeypatch:
     (directory,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = directory.glob("*.wandb")
     assert file.stat().st_size > 0
-    assert directory.name.endswith(json.loads((tmp_path / TRACKED_FILE).read_text())["wandb"])
+    assert directory.name.endswith(read_json(tmp_path / TRACKED_FILE)["wandb"])

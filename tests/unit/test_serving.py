@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from json_files import write_json
 from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.grid import greedy, left_out, served_settings
@@ -28,7 +28,7 @@ class Trunk:
 
 def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: Any) -> list[Setting]:
     if config is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        write_json(tmp_path / "generation_config.json", config)
     trunk: Any = Trunk(tmp_path)
     asked = {name: evaluate.get(name, "auto") for name in ("temperature", "top_p", "top_k", "rule")}
     return served_settings(trunk, DEPTH, **asked)

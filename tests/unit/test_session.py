@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
-import torch
 from torch import Tensor
 
 import mtp_inference.decoder
@@ -29,15 +28,14 @@ from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
 from plain_decoding import plain_greedy
-from scripted import RereadingDrafter, RereadingDrafting
-from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
+from scripted import RereadingDrafter, RereadingDrafting, random_prompt
+from tiny import FAMILY_NAMES, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(100 * num_tokens + seed)
-    return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return random_prompt(num_tokens, 100 * num_tokens + seed)
 
 
 trunk_of = functools.cache(tiny_trunk)

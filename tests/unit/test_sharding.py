@@ -12,11 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import core_model_loading
 
-from checkpoints import save_stripped
+from checkpoints import save_stripped, save_tensors
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
 from mtp_train.runs import trunks
@@ -177,7 +177,7 @@ def test_a_layer_that_is_not_whole_is_not_handed_over(change: str, tmp_path: Pat
     tensors[key] = tensors[key][:-1].clone()
     if change == "missing":
         del tensors[key]
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, path / SINGLE_FILE)
     taken: list[nn.Module] = []
     with pytest.raises(CheckpointError, match=r"layers\.1\.input_layernorm\.weight"):
         load_trunk(path, trunk.family, dtype=torch.float32, on_layer=taken.append)

@@ -13,10 +13,8 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file, recipe_path
 from mtp_train.runs.resolve import recipe_of
-from runs import document, refusal, write_inputs
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-Capture = pytest.CaptureFixture[str]
+from repository import RECIPES
+from runs import Capture, document, refusal, write_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,13 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
         optimizer.zero_grad()
 
 
+def trained() -> tuple[Net, torch.optim.AdamW]:
+    """Return a net and its optimiser after one step."""
+    net, optimizer = net_and_optimizer(1)
+    train(net, optimizer, 0, 1)
+    return net, optimizer
+
+
 def load_state(state_dir: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load both halves, with nothing wrapped in between."""
     step, _ = newest_whole_step(state_dir)
@@ -70,8 +77,7 @@ def test_a_resumed_run_reaches_the_weights_of_an_unbroken_one(tmp_path: Path) ->
 
 
 def test_the_newest_state_wins_and_all_but_two_go(tmp_path: Path) -> None:
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     for step in (1, 9, 10):
         with torch.no_grad():
             net.vector.fill_(step)
@@ -86,8 +92,7 @@ def test_the_newest_state_wins_and_all_but_two_go(tmp_path: Path) -> None:
 def test_a_run_killed_before_the_old_state_was_removed_resumes_from_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     save_state(tmp_path, 99_999_999, net, optimizer)
     with monkeypatch.context() as patched:
         patched.setattr(state_module.shutil, "rmtree", lambda path, **rest: None)
@@ -97,8 +102,7 @@ def test_a_run_killed_before_the_old_state_was_removed_resumes_from_the_new_one(
 
 
 def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     save_state(tmp_path, 1, net, optimizer)
 
     def pull_the_plug(*_: object) -> None:
@@ -117,15 +121,13 @@ def test_a_state_killed_half_way_is_not_there(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_process_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     save_state(tmp_path, 1, net, optimizer, writes=False)
     assert latest(tmp_path) == 0
 
 
 def test_the_state_of_another_head_is_refused(tmp_path: Path) -> None:
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     save_state(tmp_path, 1, net, optimizer)
     other = nn.Linear(3, 3)
     with pytest.raises(TrainingError, match=r"step-00000001: holds the state of another head; .* Use another run_dir"):
@@ -150,8 +152,7 @@ def test_a_parameter_that_no_loss_has_reached_yet_is_saved_without_moments(tmp_p
 
 def two_states(state_dir: Path) -> tuple[nn.Module, torch.optim.AdamW]:
     """Save steps 1 and 2, with all numbers of the vector equal to the step."""
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 1)
+    net, optimizer = trained()
     for step in (1, 2):
         with torch.no_grad():
             net.vector.fill_(step)

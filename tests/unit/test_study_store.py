@@ -56,25 +56,25 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path, capfd: pytest.C
     assert "notes.txt: writing the report failed (File exists)" in capfd.readouterr().err
 
 
-def test_an_input_that_was_none_is_refused(tmp_path: Path) -> None:
+def test_an_input_that_was_none_is_refused(tmp_path: Path, out: Path) -> None:
     trunk, head = directory(tmp_path / "trunk", "1"), directory(tmp_path / "head", "1")
-    opened(tmp_path / "out", arm(), trunk).claim()
-    opened(tmp_path / "out", arm(), trunk)
+    opened(out, arm(), trunk).claim()
+    opened(out, arm(), trunk)
     with pytest.raises(ChangedInputError, match=r"a: head \(.*\) was not among them; expected"):
-        opened(tmp_path / "out", arm(), trunk, head)
+        opened(out, arm(), trunk, head)
 
 
-def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_path: Path) -> None:
+def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_path: Path, out: Path) -> None:
     trunk = directory(tmp_path / "trunk", "1")
-    opened(tmp_path / "out", arm(), trunk).claim()
+    opened(out, arm(), trunk).claim()
     # Killed before the claim itself was written.
-    (tmp_path / "out" / "study.json").unlink()
+    (out / "study.json").unlink()
     directory(trunk, "2")
-    opened(tmp_path / "out", arm(), trunk).claim()
-    opened(tmp_path / "out", arm(), trunk)
+    opened(out, arm(), trunk).claim()
+    opened(out, arm(), trunk)
     directory(trunk, "1")
     with pytest.raises(ChangedInputError, match=r"a: trunk \(.*trunk\): model\.safetensors; expected"):
-        opened(tmp_path / "out", arm(), trunk)
+        opened(out, arm(), trunk)
 
 
 def record(prompt_id: str) -> PromptRecord:

@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from byte_tokenizer import byte_tokenizer
+from json_files import write_rows
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
 from mtp_train.evaluation.suites import load_suite, suite_prompts
@@ -18,7 +19,7 @@ TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrit
 
 
 def write(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from mtp_train.evaluation.suites import (
     suite_prompts,
 )
 from mtp_train.recipe.loading import load_recipe
+from repository import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TASKS = ["coding", "math", "reasoning", "json_tools", "multilingual", "qa", "rag", "summarisation", "stem"]
@@ -65,9 +65,8 @@ def test_every_builtin_prompt_can_be_written_with_and_without_a_template() -> No
 
 
 def test_the_demo_suite_is_what_the_demo_recipes_do_not_train_on() -> None:
-    repository = Path(__file__).parents[2]
     for path in ("recipes/retrain_head.yaml", "recipes/fastmtp.yaml"):
-        recipe = load_recipe(repository / path)
+        recipe = load_recipe(REPOSITORY / path)
         assert (recipe.data.holdout, recipe.seed) == (DEMO_HOLDOUT, DEMO_SEED)
         assert [source.path for source in recipe.data.sources] == ["demo:prompts"]
     suite = load_suite("demo")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -19,16 +17,18 @@ from checkpoints import (
     WRAPPER_CONFIG_4,
     all_tensors,
     base_and_finetune,
+    own_head,
+    save_tensors,
     save_with_head,
     set_fields,
     wrap_as_vision_language,
 )
+from json_files import read_json, write_json
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, family_named
-from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of, trunk_config
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
@@ -66,8 +66,7 @@ def test_a_vision_language_wrapper_gives_its_text_model(
     assert not any(module.training for module in plain.modules())
 
 
-def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_an_adapter_is_applied_unmerged_and_frozen(base: Path, tmp_path: Path) -> None:
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
     )
@@ -92,7 +91,7 @@ def test_experts_that_do_nothing_need_no_weights(as_released: bool, tmp_path: Pa
     idle = [f".experts.{trunk.config.n_routed_experts + number}." for number in range(trunk.config.zero_expert_num)]
     kept = {key: value for key, value in tensors.items() if not any(name in key for name in idle)}
     assert len(kept) < len(tensors)
-    save_file(kept if as_released else tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(kept if as_released else tensors, tmp_path / "model.safetensors")
     loaded = load(tmp_path)
     assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))
 
@@ -163,20 +162,18 @@ def test_a_whole_text_chooses_the_pools_of_keys_that_transformers_chooses() -> N
 def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_parts(tmp_path: Path) -> None:
     trunk = tiny_trunk("dots3_note")
     save_with_head(trunk, tiny_head(trunk), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = read_json(tmp_path / "config.json")
     for part in ("vision", "audio"):
         config[f"{part}_config"] = {"model_type": f"dots3_note_{part}_encoder", "adapter_out_dim": 32}
     sliding = {f"swa_{name}": value for name, value in config.pop("per_layer_config")["0"].items()}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **sliding, "model_type": "dots3_note"}))
-    checkpoint = open_checkpoint(tmp_path)
+    write_json(tmp_path / "config.json", {**config, **sliding, "model_type": "dots3_note"})
     loaded = load(tmp_path)
     assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))
-    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = own_head(open_checkpoint(tmp_path))
     assert all(torch.equal(head.state_dict()[name], value) for name, value in tiny_head(trunk).state_dict().items())
 
 
-def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_a_config_that_transformers_refuses_is_named(base: Path) -> None:
     set_fields(base, {"rms_norm_eps": "wide"})
     with pytest.raises(CheckpointError, match=r"config\.json: transformers rejects it \(.*Restore the"):
         text_config_of(open_checkpoint(base))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import all_tensors, base_and_finetune, same, shard
+from checkpoints import all_tensors, base_and_finetune, same, save_tensors, shard
+from json_files import read_json, write_json
 from left_over import OLD_SHARDS, changed, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.export import place_file
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from runs import paste
+from runs import Capture, paste
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
     """Shard a checkpoint, and move its head to a file that the index does not name; return the head."""
     head = head_of(path)
     trunk = {key: value for key, value in load_file(path / SINGLE_FILE).items() if key not in head}
-    save_file(trunk, path / SINGLE_FILE, {"format": "pt"})
-    save_file(head, shard(path) / file, {"format": "pt"})
+    save_tensors(trunk, path / SINGLE_FILE)
+    save_tensors(head, shard(path) / file)
     return head
 
 
 @pytest.mark.parametrize("file", ["mtp.safetensors", "model_extra_tensors.safetensors"])
 def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
-    file: str, base: Path, saved: Path, tmp_path: Path
+    file: str, base: Path, saved: Path, out: Path
 ) -> None:
     head = without_head(base, file)
     found = inspect(base)
@@ -53,18 +53,18 @@ def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
     assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
     assert (found.cure or "").startswith(f"mtp-train graft {base} --from BASE")
     with pytest.raises(CheckpointError, match=rf"{file} has some and is no part of the checkpoint"):
-        export(base, tmp_path / "out")
-    save_file(changed(head), base / file, {"format": "pt"})
-    notes = "\n".join(graft(base, saved / "base", tmp_path / "out").notes)
+        export(base, out)
+    save_tensors(changed(head), base / file)
+    notes = "\n".join(graft(base, saved / "base", out).notes)
     assert f"Left out, as no part of the checkpoint: {file} (15 tensors, 15 of a head)." in notes
-    written = all_tensors(tmp_path / "out")
+    written = all_tensors(out)
     assert same({key: written[key] for key in head}, head)
-    assert not (tmp_path / "out" / file).exists()
+    assert not (out / file).exists()
 
 
 def test_a_stray_file_beside_a_healthy_head_does_not_travel(base: Path, tmp_path: Path) -> None:
     stray = "model_extra_tensors.safetensors"
-    save_file(changed(head_of(base)), base / stray, {"format": "pt"})
+    save_tensors(changed(head_of(base)), base / stray)
     shard(base)
     found = inspect(base)
     assert found.status == "healthy"
@@ -85,14 +85,14 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
     export(base, tmp_path / "out")
     graft(base, saved / "base", tmp_path / "grafted")
     for out in ("out", "grafted"):
-        assert json.loads((tmp_path / out / INDEX_FILE).read_text())["weight_map"].keys() >= head.keys()
+        assert read_json(tmp_path / out / INDEX_FILE)["weight_map"].keys() >= head.keys()
         assert inspect(tmp_path / out).cure is None
 
 
 # One directory, one model
 
 
-def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: Capture) -> None:
     content = (base / SINGLE_FILE).read_bytes()
     (shard(base) / SINGLE_FILE).write_bytes(content)
     assert main(["inspect", str(base)]) == 2
@@ -100,36 +100,36 @@ def test_a_single_file_beside_other_shards_is_refused(base: Path, capfd: pytest.
     assert f"{base}: contains two sets of weights, model.safetensors and the 3 file(s) of {INDEX_FILE}" in message
 
 
-def test_a_single_file_that_the_index_names_is_a_shard(base: Path, tmp_path: Path) -> None:
+def test_a_single_file_that_the_index_names_is_a_shard(base: Path, out: Path) -> None:
     """As AutoRound writes it: the head in a second file, and an index of both."""
     expected = all_tensors(base)
     head = head_of(base)
     save_file({key: value for key, value in expected.items() if key not in head}, base / SINGLE_FILE)
     save_file(head, base / "model_extra_tensors.safetensors")
     weight_map = {key: "model_extra_tensors.safetensors" if key in head else SINGLE_FILE for key in expected}
-    (base / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    write_json(base / INDEX_FILE, {"weight_map": weight_map})
     assert inspect(base).status == "healthy"
-    export(base, tmp_path / "out")
-    assert same(all_tensors(tmp_path / "out"), expected)
+    export(base, out)
+    assert same(all_tensors(out), expected)
     # transformers would read it alone.
-    assert not (tmp_path / "out" / SINGLE_FILE).exists()
+    assert not (out / SINGLE_FILE).exists()
 
 
 @pytest.mark.parametrize("index", ["of itself", "of shards that are gone"])
 def test_an_index_that_adds_nothing_leaves_the_single_file_the_checkpoint(index: str, base: Path) -> None:
     file = SINGLE_FILE if index == "of itself" else OLD_SHARDS[0]
-    (base / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(all_tensors(base), file)}))
+    write_json(base / INDEX_FILE, {"weight_map": dict.fromkeys(all_tensors(base), file)})
     assert open_checkpoint(base).index is None
 
 
-def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path) -> None:
+def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path, out: Path) -> None:
     old_shards(base, head_of(base))
     expected = all_tensors(saved / "finetune")
     finetune = old_shards(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned")), head_of(base))
-    graft(finetune, saved / "base", tmp_path / "out")
-    written = all_tensors(tmp_path / "out")
+    graft(finetune, saved / "base", out)
+    written = all_tensors(out)
     assert same({key: written[key] for key in expected}, expected)
-    names = {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    names = {file.name for file in out.glob("*.safetensors")}
     assert not names & {file.name for file in finetune.iterdir()}
 
 

@@ -20,10 +20,9 @@ from mtp_train.heads.build import fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.initial import is_drawn
 from mtp_train.runs.display import quiet_progress
-from runs import paste, refusal
+from runs import Capture, paste, refusal
 from tiny import tiny_head, tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 # Norms multiply by 1 + w in the first, the third and the last; experts are stored one by one in the second.
 FAMILIES = ("qwen3_5", "glm4_moe", "qwen3_next", "deepseek_v3", "mimo", "cohere2_moe", "llama", "gemma3_text")
 DRAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
@@ -78,7 +77,9 @@ def test_an_untrained_head_is_cured_by_a_base_with_a_trained_one(family_name: st
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_head_that_drafts_nothing_is_written_by_no_command(zero: bool, tmp_path: Path, capfd: Capture) -> None:
+def test_a_head_that_drafts_nothing_is_written_by_no_command(
+    zero: bool, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
     path = checkpoint_with_head(tmp_path / "base", "qwen3_5")
     finetune = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "finetune")
 
@@ -89,17 +90,16 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(zero: bool, tmp_pat
 
     rewrite(path, reset)
     assert inspect(path).status == ("miswired" if zero else "untrained")
-    for argv in takers(path, finetune, tmp_path / "out"):
+    for argv in takers(path, finetune, out):
         message = refusal(argv, capfd)
         assert "expected a trained head" in message
         assert ("zero everywhere" if zero else "was never trained") in message
         # The message names the command that prints the cure.
         assert main(["inspect", str(path)]) == 0
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
-def test_norms_or_matrices_alone_are_a_note(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_norms_or_matrices_alone_are_a_note(base: Path, tmp_path: Path) -> None:
     found = inspect(base)
     assert found.status == "healthy"
     assert "the head's matrices look drawn at random" in (found.note or "")
@@ -121,8 +121,7 @@ def with_training(path: Path) -> Path:
     return rewrite(path, train)
 
 
-def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
+def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(base: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
 
     def draw(tensors: dict[str, Tensor]) -> None:
@@ -184,12 +183,12 @@ def test_heads_that_were_trained_here_are_marked_and_the_mark_stays_with_the_hea
     assert inspect(tmp_path / "other").status == "untrained"
 
 
-def test_a_fresh_head_of_a_copied_layer_is_not_untrained(tmp_path: Path) -> None:
+def test_a_fresh_head_of_a_copied_layer_is_not_untrained(tmp_path: Path, out: Path) -> None:
     trunk = tiny_trunk("llama")
     source = open_checkpoint(save_stripped(trunk, tmp_path / "trunk"))
     plan = fresh_plan(source, text_config_of(source), "auto", seed=0, start="copy_last_layer")
-    write_checkpoint(source, plan.layout, plan.head, tmp_path / "out", link="hard", progress=quiet_progress())
-    assert inspect(tmp_path / "out").status == "healthy"
+    write_checkpoint(source, plan.layout, plan.head, out, link="hard", progress=quiet_progress())
+    assert inspect(out).status == "healthy"
 
 
 def test_the_demo_s_trained_head_has_no_such_sign() -> None:

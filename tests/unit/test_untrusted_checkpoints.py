@@ -14,6 +14,7 @@ import pytest
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import save_with_head, set_fields, shard
+from json_files import read_json, write_json
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -101,9 +102,9 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path)
 
 
 def add_a_ghost(checkpoint: Path) -> None:
-    index = json.loads((shard(checkpoint) / INDEX_FILE).read_text())
+    index = read_json(shard(checkpoint) / INDEX_FILE)
     index["weight_map"]["model.ghost.weight"] = "model-00001-of-00003.safetensors"
-    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
+    write_json(checkpoint / INDEX_FILE, index)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_hub_name_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_weight_map_of_any_shape_is_named(weight_map: object, message: str, checkpoint: Path) -> None:
     (checkpoint / SINGLE_FILE).unlink()
-    (checkpoint / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_json(checkpoint / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
     found = refusal(lambda: inspect(checkpoint))
     assert str(checkpoint) in found
     assert re.search(message, found)
@@ -206,17 +207,17 @@ FIELDS: list[tuple[str, object, str]] = [
 def test_a_config_field_of_wrong_type_or_size_is_named(
     field: str, value: object, message: str, checkpoint: Path
 ) -> None:
-    config = json.loads((checkpoint / CONFIG_FILE).read_text())
-    (checkpoint / CONFIG_FILE).write_text(json.dumps(config | {field: value}))
+    config = read_json(checkpoint / CONFIG_FILE)
+    write_json(checkpoint / CONFIG_FILE, config | {field: value})
     found = refusal(lambda: inspect(checkpoint))
     assert str(checkpoint) in found
     assert re.search(message, found)
 
 
 def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / CONFIG_FILE).read_text())
+    config = read_json(checkpoint / CONFIG_FILE)
     wrapped = {"model_type": "qwen3_5", "text_config": config}
-    (checkpoint / CONFIG_FILE).write_text(json.dumps(wrapped))
+    write_json(checkpoint / CONFIG_FILE, wrapped)
     assert read_config(checkpoint / CONFIG_FILE) == wrapped
     set_fields(checkpoint, {"num_hidden_layers": "2"})
     assert "text_config.num_hidden_layers is '2'" in refusal(lambda: open_checkpoint(checkpoint))
@@ -238,9 +239,9 @@ def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
 )
 def test_a_generation_config_of_any_shape_is_named(content: object, message: str, checkpoint: Path) -> None:
     file = checkpoint / GENERATION_CONFIG_FILE
-    file.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "eos_token_id": [1, 2]}))
+    write_json(file, {"do_sample": True, "temperature": 0.7, "eos_token_id": [1, 2]})
     open_checkpoint(checkpoint)
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     found = refusal(lambda: inspect(checkpoint))
     assert found.startswith(f"{file}: ")
     assert re.search(message, found)
@@ -255,7 +256,7 @@ def test_the_generation_config_decides_the_end_of_text_where_it_exists(
     set_fields(checkpoint, {"eos_token_id": 5})
     (checkpoint / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
     if content is not None:
-        (checkpoint / GENERATION_CONFIG_FILE).write_text(json.dumps(content))
+        write_json(checkpoint / GENERATION_CONFIG_FILE, content)
     opened = open_checkpoint(checkpoint)
     tokenizer = load_tokenizer(opened, trust_remote_code=False)
     assert eos_token_ids(opened, tokenizer) == expected | {tokenizer.eos_token_id}
@@ -265,9 +266,9 @@ def test_the_generation_config_decides_the_end_of_text_where_it_exists(
 
 
 def changed_tokenizer(checkpoint: Path, **fields: Any) -> None:
-    document = json.loads((checkpoint / "tokenizer.json").read_text())
+    document = read_json(checkpoint / "tokenizer.json")
     model = document["model"] | fields.pop("model", {})
-    (checkpoint / "tokenizer.json").write_text(json.dumps({**document, "model": model, **fields}))
+    write_json(checkpoint / "tokenizer.json", {**document, "model": model, **fields})
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_a_broken_tokenizer_is_named(do: Callable[[Path], Any], message: str, ch
 
 
 def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) -> None:
-    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = read_json(checkpoint / "tokenizer.json")["model"]["vocab"]
     changed_tokenizer(checkpoint, model={"vocab": vocabulary | {"A": BYTE_VOCAB_SIZE}})
     found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
     assert f"the tokenizer has the id {BYTE_VOCAB_SIZE} for 'A' (1 such tokens)" in found

@@ -7,14 +7,13 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from pathlib import Path
 
 import pytest
 from transformers import LlamaModel
 
 from mtp_train.upstream import deepspeed_private, transformers_private
+from repository import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (REPOSITORY / "mtp_train", REPOSITORY / "inference" / "mtp_inference")
 TABLES = {
     "transformers": transformers_private.SYMBOLS,

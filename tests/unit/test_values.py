@@ -49,13 +49,12 @@ def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
     assert [key for key, _ in shared.values()] == [key for _, key in shared.values()]
 
 
-def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
+def test_added_tokens_do_not_count_as_change(base: Path, finetune: Path) -> None:
     def changes() -> list[float]:
         ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
         shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
         return [squared_change(blocks(ours, key), blocks(theirs, base_key))[0] for key, base_key in shared]
 
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     assert sum(changes()) > 0
     trunk = tiny_trunk("qwen3_5")
     trunk.causal_lm.resize_token_embeddings(80)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_packed_heads import int4
 from torch import Tensor
 from transformers.integrations import deepspeed
 
@@ -18,14 +19,12 @@ from adapters import write_adapter
 from checkpoints import rewrite, save_stripped, set_fields
 from gguf_files import checkpoint_with_head
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
-from runs import document, paste, refusal
+from runs import Capture, document, paste, refusal, run_command
 from tiny import tiny_trunk
 
-Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, Tensor]
 LAYER = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -89,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "NaN in the trunk": (poisoned(LAYER), "damaged", rf"NaN or infinite values: {LAYER}|{LAYER} holds NaN"),
     "NaN in the head": (poisoned(HEAD), "damaged", rf"NaN or infinite values: {HEAD}|{HEAD} holds NaN"),
     "an adapter beside": (
-        lambda path: write_adapter(path, path, target_modules=["q_proj"]),
+        lambda path: write_adapter(path, path),
         "damaged",
         r"adapter_config\.json beside the model, which transformers applies",
     ),
@@ -108,7 +107,7 @@ def takers(path: Path, out: Path) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_reported_by_inspect_and_refused_by_every_command(
-    name: str, base: Path, tmp_path: Path, capfd: Capture
+    name: str, base: Path, out: Path, capfd: Capture
 ) -> None:
     damage, status, message = DAMAGES[name]
     damage(base)
@@ -118,20 +117,20 @@ def test_damage_is_reported_by_inspect_and_refused_by_every_command(
     assert any(re.search(message, one) for one in reported), reported
     assert all(text.startswith("no: ") for text in found["serves"].values())
     assert found["cure"] is not None
-    for argv in takers(base, tmp_path / "out"):
+    for argv in takers(base, out):
         assert re.search(message, refusal(argv, capfd))
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
-def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_the_same_checkpoint_undamaged_is_healthy_and_taken(saved: Path, out: Path, capfd: Capture) -> None:
     found = document(["inspect", saved], capfd)
     assert (found["status"], found["problems"], found["cure"]) == ("healthy", [], None)
-    for number, argv in enumerate(takers(saved, tmp_path / "out")):
-        assert main([str(word) for word in argv[:-1]] + [f"{argv[-1]}{number}"]) == 0
+    for number, argv in enumerate(takers(saved, out)):
+        assert run_command(*argv[:-1], f"{argv[-1]}{number}") == 0
 
 
 def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture) -> None:
-    write_adapter(base, base, target_modules=["q_proj"])
+    write_adapter(base, base)
     cure = document(["inspect", base], capfd)["cure"]
     assert cure.startswith("mtp-train merge ")
     assert document(["inspect", paste(cure)], capfd)["status"] == "healthy"
@@ -139,7 +138,7 @@ def test_the_cure_of_an_adapter_beside_a_model_works(base: Path, capfd: Capture)
 
 @pytest.mark.parametrize("lost", ["a tensor", "a layer"])
 def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
-    lost: str, saved: Path, base: Path, tmp_path: Path, capfd: Capture
+    lost: str, saved: Path, base: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     layer_gone(base) if lost == "a layer" else without(LAYER)(base)
     without(*(key for key in load_file(base / SINGLE_FILE) if key.startswith("mtp.")))(base)
@@ -149,7 +148,7 @@ def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
         assert (found["status"], found["present_modules"]) == ("damaged", 0)
         assert found["problems"][0].startswith("trunk weights missing: model.layers.")
         assert found["cure"] == f"hf download CHECKPOINT --local-dir {base}-original --force-download"
-    assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", tmp_path / "out"], capfd)
+    assert "trunk weights missing" in refusal(["graft", base, "--from", saved, "--out", out], capfd)
     # Of a base that lost weights, the base is named.
     whole = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "whole")
     message = refusal(["inspect", whole, "--base", base], capfd)
@@ -192,14 +191,7 @@ def test_a_launch_with_zero_3_is_checked_like_any_other(base: Path) -> None:
 
 def packed(path: Path, key: str) -> None:
     """Store a matrix as four-bit methods do."""
-
-    def pack(tensors: Tensors) -> None:
-        module, shape = key.removesuffix("weight"), tensors.pop(key).shape
-        tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}qzeros"] = torch.ones(1, shape[0] // 8, dtype=torch.int32)
-        tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
-
-    rewrite(path, pack)
+    rewrite(path, lambda tensors: tensors.update(int4(key.removesuffix(".weight"), tensors.pop(key).shape)))
 
 
 def in_fp8(path: Path, key: str, scales: str = "weight_scale_inv") -> None:

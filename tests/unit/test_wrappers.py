@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from rich.progress import Progress
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adapters import write_adapter
-from checkpoints import all_tensors, set_fields
+from checkpoints import all_tensors, save_tensors, set_fields
 from draft_models import CHOSEN, NUM_LAYERS
+from json_files import write_json
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
@@ -24,9 +23,10 @@ from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.runs.export import write_export
 from mtp_train.trunk.load import Trunk, load_trunk
-from tiny import VOCAB_SIZE, tiny_trunk
+from tiny import random_tokens, tiny_trunk
 from wrapped import save_wrapped
 
+TOKENS_1T = random_tokens(12)
 AROUND = {
     "gemma3": "gemma3_text",
     "mistral3": "ministral3",
@@ -35,10 +35,6 @@ AROUND = {
     "aya_vision": "cohere2",
     "internvl": "qwen3_moe",
 }
-
-
-def tokens() -> Tensor:
-    return torch.randint(VOCAB_SIZE, (1, 12), generator=torch.Generator().manual_seed(3))
 
 
 def loaded(path: Path, **settings: Path) -> Trunk:
@@ -55,25 +51,25 @@ def test_the_language_model_is_found_and_is_what_it_is_alone(wrapper: str, tied:
     layout = layout_of(checkpoint)
     assert (layout.trunk_prefix, layout.lm_head_key in checkpoint.tensors) == ("language_model.model.", not tied)
     trunk = loaded(path)
-    hidden = trunk.hidden(tokens())
-    torch.testing.assert_close(hidden, alone.hidden(tokens()))
+    hidden = trunk.hidden(TOKENS_1T)
+    torch.testing.assert_close(hidden, alone.hidden(TOKENS_1T))
     torch.testing.assert_close(trunk.logits(hidden), alone.logits(hidden))
 
 
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
 def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_path: Path) -> None:
     path = save_wrapped(tmp_path / "model", wrapper, AROUND[wrapper])
-    expected = loaded(path).logits(loaded(path).hidden(tokens()))
+    expected = loaded(path).logits(loaded(path).hidden(TOKENS_1T))
     tensors = load_file(path / SINGLE_FILE)
     names = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
     renamed = {}
     for key, value in tensors.items():
         old = next((old for old in names if key.startswith(old)), None)
         renamed[f"model.{key}" if old is None else key.replace(old, names[old])] = value
-    save_file(renamed, path / SINGLE_FILE, {"format": "pt"})
+    save_tensors(renamed, path / SINGLE_FILE)
     layout = layout_of(open_checkpoint(path))
     assert (layout.trunk_prefix, layout.lm_head_key) == ("model.language_model.", "lm_head.weight")
-    assert torch.equal(loaded(path).logits(loaded(path).hidden(tokens())), expected)
+    assert torch.equal(loaded(path).logits(loaded(path).hidden(TOKENS_1T)), expected)
 
 
 def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,19 +84,19 @@ def test_an_adapter_of_the_whole_model_is_worn_and_merged(tmp_path: Path, capfd:
         modules_to_save=["lm_head"],
     ).eval()
     with torch.inference_mode():
-        expected = worn(input_ids=tokens()).logits
+        expected = worn(input_ids=TOKENS_1T).logits
         wearing = loaded(path, adapter=tmp_path / "adapter")
-        torch.testing.assert_close(wearing.logits(wearing.hidden(tokens())), expected)
+        torch.testing.assert_close(wearing.logits(wearing.hidden(TOKENS_1T)), expected)
         argv = ["merge", str(path), "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]
         assert main(argv) == 0, capfd.readouterr().err
         merged = loaded(tmp_path / "merged")
-        torch.testing.assert_close(merged.logits(merged.hidden(tokens())), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(merged.logits(merged.hidden(TOKENS_1T)), expected, atol=1e-4, rtol=1e-4)
         plain = loaded(path)
-        assert (plain.logits(plain.hidden(tokens())) - expected).abs().max() > 1e-2
+        assert (plain.logits(plain.hidden(TOKENS_1T)) - expected).abs().max() > 1e-2
     assert all_tensors(tmp_path / "merged").keys() == all_tensors(path).keys()
 
 
-def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Path) -> None:
+def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Path, out: Path) -> None:
     checkpoint = open_checkpoint(save_wrapped(tmp_path / "model", "mistral3", "mistral", num_layers=NUM_LAYERS))
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=0, kind="eagle3")
     artifact = Artifact(
@@ -112,9 +108,9 @@ def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Pa
         notes={},
         draft_vocab=CHOSEN,
     )
-    write_export(checkpoint, artifact, tmp_path / "out", adapter=None, link="hard", progress=Progress(disable=True))
+    write_export(checkpoint, artifact, out, adapter=None, link="hard", progress=Progress(disable=True))
     stored = load_file(checkpoint.path / SINGLE_FILE)["language_model.lm_head.weight"]
-    assert torch.equal(load_file(tmp_path / "out" / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
+    assert torch.equal(load_file(out / SINGLE_FILE)["lm_head.weight"], stored[CHOSEN.long()])
     serves = {engine: support.supported for engine, support in plan.family.serving.items() if support.supported}
     assert serves == {"vllm": True}
 
@@ -135,7 +131,7 @@ def test_a_config_that_leaves_sizes_to_transformers_is_read(tmp_path: Path) -> N
 )
 def test_others_are_refused_with_the_reason(wrapper: str, family_name: str, reason: str, tmp_path: Path) -> None:
     text_config = {"model_type": family_name, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": text_config}))
-    save_file({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE, {"format": "pt"})
+    write_json(tmp_path / "config.json", {"model_type": wrapper, "text_config": text_config})
+    save_tensors({"x": torch.zeros(1)}, tmp_path / SINGLE_FILE)
     with pytest.raises(UnsupportedModelError, match=reason):
         _ = open_checkpoint(tmp_path).family

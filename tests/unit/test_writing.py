@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from json_files import read_json
 from mtp_train.checkpoints import writing
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, TORCH_DTYPES, scan_safetensors
 from mtp_train.checkpoints.writing import (
@@ -72,7 +72,7 @@ def test_a_tensor_of_another_shape_than_announced_is_refused(tmp_path: Path) -> 
 
 def test_text_replaces_a_file_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(tmp_path / "it.json", {"old": 1})
-    assert json.loads((tmp_path / "it.json").read_text()) == {"old": 1}
+    assert read_json(tmp_path / "it.json") == {"old": 1}
 
     def pull_the_plug(descriptor: int) -> None:
         raise KeyboardInterrupt
@@ -80,7 +80,7 @@ def test_text_replaces_a_file_in_one_move(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", pull_the_plug)
     with pytest.raises(KeyboardInterrupt):
         write_text(tmp_path / "it.json", "new")
-    assert json.loads((tmp_path / "it.json").read_text()) == {"old": 1}
+    assert read_json(tmp_path / "it.json") == {"old": 1}
 
 
 def test_a_new_directory_appears_whole(tmp_path: Path) -> None:
