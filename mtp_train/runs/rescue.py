@@ -404,8 +404,7 @@ def rescue(
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
     run_recipe(recipe, console, choices)
-    gate = load_report(out / REPORT_FILE).gate
-    if gate is None:
+    if (gate := load_report(out / REPORT_FILE).gate) is None:
         return _result(recipe, RETRAINED, "", console)
     # The refusal ends in the command for a graft, which is written here.
     reason = gate.reason.partition(f". {GRAFT_INSTEAD}")[0]

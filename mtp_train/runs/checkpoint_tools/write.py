@@ -22,7 +22,7 @@ from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
-from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import (
     HEAD,
     RECIPE_FILE,
@@ -122,34 +122,36 @@ def graft(
     if is_gguf(fine_tune):
         return _in_gguf(graft_gguf(Path(fine_tune), base, out, head, link, progress), fine_tune, base)
     if head is not None:
-        raise MtpError(
-            f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
-        )
+        found = f"--head: given for {fine_tune}, whose head keeps its bytes"
+        raise MtpError(f"{found}; expected a GGUF file. Leave it out.")
     trunk, donor = open_location(fine_tune), open_location(base)
     refuse_existing(out, what="the checkpoint")
     # First: a trunk that lost weights is of another shape than its base.
     require_whole_trunk(trunk)
     plan = graft_plan(trunk, donor, "auto")
-    require_finite_checkpoint(trunk, progress)
-    require_finite_checkpoint(donor, progress)
+    for one in (trunk, donor):
+        require_finite_checkpoint(one, progress)
     require_trained_head(donor)
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
-        write_untrained_card(
-            out, checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor), None, SUGGESTED_DEPTH
-        )
+        sources = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
+        write_untrained_card(out, *sources, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
-    notes = left_out(trunk, plan.layout)
-    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
-        notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return WriteResult(
         out=out,
         content=f"the trunk of {fine_tune}, the head of {base}",
         trunk=equal,
         serves=serves,
-        notes=notes,
+        notes=_left_out(trunk, donor, plan.layout),
         cure=probe_command(fine_tune, base),
     )
+
+
+def _left_out(trunk: Checkpoint, donor: Checkpoint, layout: HeadLayout) -> tuple[str, ...]:
+    notes = left_out(trunk, layout)
+    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
+        notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
+    return notes
 
 
 def _require_form(out: Path, fine_tune: str) -> None:
