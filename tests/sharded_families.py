@@ -182,7 +182,7 @@ def recording(new: str, old: str) -> Iterator[list[tuple[str, int]]]:
 def train(case: str, accelerator: RunAccelerator) -> Trained:
     """Train a case for two steps."""
     module = module_of(case, accelerator)
-    whole, layers = held(module.states), held(module.states.trunk.layers)
+    whole, layers = held(module.states), held(module.ends.layers)
     weights = module.head.named_parameters()
     rounded = sum(one.numel() for name, one in weights if one.ndim > 1 and not name.endswith("gate.weight"))
     recipe = tiny_recipe(
@@ -221,7 +221,7 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
                 on_step=lambda _done: None,
             )
             accelerator.wait_for_everyone()
-    trunk = module.states.trunk
+    trunk = module.ends
     kept, kept_ends = held(trunk), held(trunk) - held(trunk.layers)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)

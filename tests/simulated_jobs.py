@@ -31,7 +31,7 @@ from json_files import read_json
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_train.cli.main import main as command_line
-from mtp_train.data.pack import PackedSequence, global_batches
+from mtp_train.data.pack import global_batches
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
 from mtp_train.runs import decode, pipeline
@@ -40,7 +40,7 @@ from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.states import TrunkStates
+from mtp_train.trunk.states import PackedRow, StoredStates, TrunkStates
 from runs import tiny_recipe, write_inputs
 from simulated_device import DEVICE, SimulatedTensor, simulated_device
 from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
@@ -182,14 +182,11 @@ def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
     return found
 
 
-class KeptStates:
+class KeptStates(StoredStates):
     """Hidden states in place of a trunk's."""
 
-    def __init__(self, trunk: Trunk) -> None:
-        self.width = trunk.state_width
-
-    def rows(self, sequences: Sequence[PackedSequence]) -> Tensor:
-        return torch.ones(len(sequences), len(sequences[0].input_ids_T), self.width)
+    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Tensor:
+        return torch.ones(len(shares[rank]), len(shares[rank][0].document_T), self.width)
 
 
 def steps_waits(
@@ -203,7 +200,8 @@ def steps_waits(
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {}
-    module = HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
+    states = KeptStates(trunk, width=trunk.state_width, dtype=torch.float32) if keeps else TrunkStates(trunk)
+    module = HeadTraining(states, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
     forward, marks = HeadTraining.forward, list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
@@ -212,7 +210,7 @@ def steps_waits(
         patch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
         patch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
         if not knows:
-            unknown = {"forwards": None, "used_N": None}
+            unknown = {"prepared": None, "used_N": None}
             patch.setattr(HeadTraining, "forward", lambda self, micro: forward(self, replace(micro, **unknown)))
         train_head(
             module,
@@ -223,7 +221,6 @@ def steps_waits(
             state_dir=directory / "state",
             make_log=lambda _step: None,
             on_step=lambda _done: marks.append(len(waits.places)),
-            cache=KeptStates(trunk) if keeps else None,  # type: ignore[arg-type]
         )
     return [waits.places[begun:ended] for begun, ended in pairwise(marks[1:-1])]
 

@@ -44,8 +44,8 @@ class Tracking:
         """Raise a RecipeError that names the packages that are not installed, if there are any."""
         missing = [name for name in self.names if importlib.util.find_spec(name) is None]
         if missing:
-            told = "{0}{1}: the package is not installed; expected it, to track there. Run 'pip install {1}'."
-            raise RecipeError(*(told.format(where, name) for name in missing))
+            told = "the package is not installed; expected it, to track there"
+            raise RecipeError(*(f"{where}{name}: {told}. Run 'pip install {name}'." for name in missing))
 
     @contextlib.contextmanager
     def opened(

@@ -20,6 +20,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import head_training
 from mtp_train.train.loop import micro_batches, optimise
+from mtp_train.trunk.states import TrunkStates
 from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 
@@ -53,7 +54,7 @@ def test_a_head_learns_by_it(brier: str) -> None:
     used = recipe_with(objective__loss=brier, objective__temperature=2.0)
     sequences = pack_documents(random_documents((16, 16)), 16, pack=False, seed=0, epoch=0)
     trunk, plan = tiny_trunk("qwen3_5"), plan_of(used, 1)
-    module = head_training(used, trunk, tiny_head(trunk), None)
+    module = head_training(used, TrunkStates(trunk), tiny_head(trunk), None)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
     wrapped, optimizer = accelerator.prepare(module, torch.optim.Adam(module.head.parameters(), lr=1e-2))
     wrapped.train()

@@ -66,7 +66,7 @@ def test_a_trunk_without_served_states_is_refused_with_the_reason(
 def test_fetched_states_do_not_depend_on_what_training_computes_meanwhile() -> None:
     trunk = tiny_trunk("glm4_moe")
     server: Any = SimpleNamespace(layers=[2])
-    source = StatesSource(server, trunk, (), [], torch.float32, trunk.last_norm())
+    source = StatesSource(server, trunk, (), [], trunk.last_norm())
     states_TLD = torch.randn(5, 1, trunk.state_width)
     expected_TD = trunk.of_last_layer(states_TLD[:, 0])
     with trunk.computing_in(torch.bfloat16):
