@@ -80,7 +80,7 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "recipes" / "served.md").read_text(encoding="utf-8")
     (init,) = re.findall(r"^mtp-train (init .*)$", page, re.M)
-    run = shlex.split(re.findall(r"^mtp-train (run (?:.*\\\n)+.*)$", page, re.M)[0].replace("\\\n", ""))
+    run = shlex.split(re.findall(r"^mtp-train (run (?:.*\\\n)+.*)$", page, re.M)[-1].replace("\\\n", ""))
     wanted = {"./my-355b": MODEL, "chats.jsonl": str(chats(tmp_path / "chats.jsonl"))}
     words = [wanted.get(word, word) for word in shlex.split(init)]
     base = words.index("--base")
