@@ -73,7 +73,7 @@ def pack_documents(
     Args:
         pack: False gives every document a sequence of its own.
     """
-    groups = _assign(_lengths(documents), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+    groups = assign(token_counts(documents), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
     return [one_row(documents, group, seq_len_tokens) for group in groups]
 
 
@@ -92,11 +92,11 @@ def global_batches(
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
     """
-    lengths_N, starts = _lengths(documents), [0]
+    lengths_N, starts = token_counts(documents), [0]
 
     @lru_cache(maxsize=1)
     def assigned(epoch: int) -> list[list[int]]:
-        return _assign(lengths_N, seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+        return assign(lengths_N, seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
 
     def members(index: int) -> list[int]:
         """Return the documents of a sequence, counted over all epochs."""
@@ -137,13 +137,13 @@ def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
     )
 
 
-def _lengths(documents: Sequence[Document]) -> NDArray[np.int64]:
+def token_counts(documents: Sequence[Document]) -> NDArray[np.int64]:
     if not documents:
         raise DataError("data: no document; expected at least one to train on. Check data.sources and data.holdout.")
     return np.array([len(document.input_ids) for document in documents], dtype=np.int64)
 
 
-def _assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> list[list[int]]:
+def assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> list[list[int]]:
     """Shuffle documents, and assign them to sequences."""
     generator = _generator(seed, epoch)
     order_N = generator.permutation(len(lengths_N))

@@ -18,7 +18,7 @@ import torch
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.groups import stable_share
-from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, assign, global_batches, pack_documents, token_counts
 from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.errors import DataError
 from mtp_train.families.drafts.record import serves_draft_vocab
@@ -55,7 +55,7 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
 def is_read_once(run: Run, text: Sequence[Document]) -> bool:
     """Return whether training takes one epoch at most."""
     data, plan = run.recipe.data, run.plan
-    epoch = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
+    epoch = assign(token_counts(text), data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
     return plan.max_steps * plan.sequences_per_step <= len(epoch)
 
 

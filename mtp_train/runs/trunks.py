@@ -120,6 +120,7 @@ def states_of(
         _build(run, cache, missing, layers, source)
     if source is not None:
         source.server.endpoint.close()
+        return CachedStates(source.ends, cache, dtype)
     run.held.release(run.accelerator)
     return CachedStates(_ends(run), cache, dtype)
 
@@ -185,13 +186,13 @@ def cache_of(
     config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
     adapter = inputs.contents[ADAPTER] if inputs.adapter else None
-    settings: tuple[object, ...] = (*layers,)
+    settings: tuple[object, ...]
     if identity is None:
         dtype = COMPUTE_DTYPES[recipe.train.precision]
         held = str(_held_dtype(run)).removeprefix("torch.")
-        settings = (recipe.train.precision, recipe.model.quantization, held, *settings)
+        settings = (recipe.train.precision, recipe.model.quantization, held, *layers)
     else:
-        dtype, settings = getattr(torch, identity[-1].removeprefix("torch.")), (identity, *settings)
+        dtype, settings = getattr(torch, identity[-1].removeprefix("torch.")), (identity, *layers)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
     directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
     return HiddenCache(directory, documents, width=width, dtype=dtype)
