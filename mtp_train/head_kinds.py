@@ -1,16 +1,22 @@
-"""The kinds of heads that ``head.kind`` can name: one line each, without importing torch.
+"""The table of the kinds of heads that ``head.kind`` can name, without importing torch.
 
-The recipe validates names against this table. An MTP head is built from its family's own record. Every other kind is a
-draft model beside its trunk, described by one ``mtp_train.families.drafts.record.DraftParts`` in a file of its own.
+The recipe validates names against it. A kind is one file in ``mtp_train/families/kinds/``, or another package's
+(:func:`register_kind`), with its :class:`~mtp_train.families.kinds.kind.KindParts`.
 
 EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774).
 """
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mtp_train.errors import UnsupportedModelError
+
+DEEPEST = 7
+"""Largest number of drafts a round, unless a kind has its own."""
 
 
 @dataclass(frozen=True)
@@ -20,35 +26,60 @@ class HeadKind:
     Attributes:
         name: The value of ``head.kind``.
         title: The name that tables and messages print.
-        draft_parts: Where the parts of a draft model are, imported at first use. None for an MTP head.
+        parts: ``module:name`` of its parts, imported at first use.
+        drafting: ``module:name`` of the function from a head and the tokens that it may draft (int, shape (R,), None
+            for all) to the decoder's ``Drafting``.
+        has_file: Whether the head is stored in a checkpoint of its own, a draft model, and not in its trunk's.
+        starts: The values of ``head.init`` that it can start from.
         parallel: Whether every depth has a module of its own, without attention, that reads the trunk's state alone.
+        deepest: Largest number of drafts a round.
     """
 
     name: str
     title: str
-    draft_parts: str | None
+    parts: str
+    drafting: str = "mtp_inference.drafters.head_drafter:HeadDrafting"
+    has_file: bool = True
+    starts: tuple[str, ...] = ("random", "graft")
     parallel: bool = False
+    deepest: int = DEEPEST
+
+    def load_parts(self) -> Any:
+        """Return the :class:`~mtp_train.families.kinds.kind.KindParts`."""
+        return pkgutil.resolve_name(self.parts)
+
+    def draft_with(self, head: Any, draft_vocab_R: Any) -> Any:
+        """Return the decoder's ``Drafting`` with a head."""
+        return pkgutil.resolve_name(self.drafting)(head, draft_vocab_R)
 
 
+_PARTS = "mtp_train.families.kinds"
+MTP = HeadKind(
+    "mtp", "MTP", f"{_PARTS}.mtp:MTP", has_file=False, starts=("native", "graft", "copy_last_layer", "random")
+)
 _KINDS = {
     kind.name: kind
     for kind in (
-        HeadKind("mtp", "MTP", None),
-        HeadKind("eagle", "EAGLE", "mtp_train.families.drafts.eagle:EAGLE"),
-        HeadKind("eagle3", "EAGLE-3", "mtp_train.families.drafts.eagle:EAGLE3"),
-        HeadKind("medusa", "Medusa", "mtp_train.families.drafts.medusa:MEDUSA", parallel=True),
+        MTP,
+        HeadKind("eagle3", "EAGLE-3", f"{_PARTS}.eagle3:EAGLE3"),
+        HeadKind("eagle", "EAGLE", f"{_PARTS}.eagle:EAGLE"),
+        HeadKind("medusa", "Medusa", f"{_PARTS}.medusa:MEDUSA", parallel=True),
     )
 }
 
 
+def register_kind(kind: HeadKind) -> None:
+    """Add a kind of head, before the recipe that names it is read."""
+    _KINDS[kind.name] = kind
+
+
+def head_kinds() -> Iterator[HeadKind]:
+    """Return all kinds, ``mtp`` first."""
+    return iter(_KINDS.values())
+
+
 def head_kind_names() -> tuple[str, ...]:
-    """Return the names of all kinds, ``mtp`` first."""
     return tuple(_KINDS)
-
-
-def draft_kinds() -> tuple[HeadKind, ...]:
-    """Return all kinds that are draft models beside their trunk."""
-    return tuple(kind for kind in _KINDS.values() if kind.draft_parts is not None)
 
 
 def find_head_kind(name: str) -> HeadKind:

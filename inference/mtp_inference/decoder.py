@@ -92,7 +92,6 @@ class SpeculativeDecoder:
         records: bool = False,
         image_ids: Collection[int] = (),
     ) -> None:
-        require_depth(depth)
         self.trunk = trunk
         self.drafting: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
         self.depth = depth if drafting is not None else 0
@@ -136,7 +135,7 @@ class SpeculativeDecoder:
                 EAGLE-3 or Medusa draft model, an assistant model, or ``ngram`` (prompt lookup). None for the
                 checkpoint's own MTP head.
             adapter: A peft adapter directory or hub id to apply to the trunk, unmerged.
-            depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
+            depth: Drafts per round, 0 to 7 for most drafters. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
             options: ``draft_sampling``, ``max_batch``, ``captures`` and ``records``, as in the class.
@@ -152,7 +151,6 @@ class SpeculativeDecoder:
             >>> decoder.depth, decoder.trunk.lm_head_VD.dtype
             (2, torch.float32)
         """
-        require_depth(depth)
         name = str(head) if head is not None else OWN if depth else None
         model = open_model(str(checkpoint), name, adapter=None if adapter is None else str(adapter))
         require_whole_trunk(model.checkpoint, model.family)
@@ -178,6 +176,7 @@ class SpeculativeDecoder:
         **options: Any,
     ) -> SpeculativeDecoder:
         """Load the weights of files that were opened and checked; ``options`` as in the class."""
+        require_depth(depth, model.most_drafts)
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
@@ -75,10 +74,15 @@ class OpenModel:
     """The checkpoint of the assistant."""
 
     @property
+    def most_drafts(self) -> int:
+        """Largest number of drafts per round of this kind of drafter."""
+        return MAX_DEPTH if self.plan is None else self.plan.family.kind.deepest
+
+    @property
     def deepest(self) -> int:
         """Largest number of drafts per round: a head that chains its modules has one module for each depth."""
         most = None if self.plan is None else deepest(self.plan)
-        return MAX_DEPTH if most is None else min(most, MAX_DEPTH)
+        return self.most_drafts if most is None else min(most, self.most_drafts)
 
     @property
     def image_ids(self) -> frozenset[int]:
@@ -102,7 +106,7 @@ class OpenModel:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
             head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
-            return HeadDrafting(head, self.plan.draft_vocab)
+            return self.plan.family.kind.draft_with(head, self.plan.draft_vocab)
         if self.head == NGRAM:
             return NgramDrafting()
         if self.drafter is None or self.assistant is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -9,6 +10,7 @@ from typing import Literal, NamedTuple
 from mtp_inference.record import TextRecord
 from mtp_inference.sampling.distributions import GREEDY, Sampling
 from mtp_train.errors import MtpError
+from mtp_train.head_kinds import DEEPEST
 
 
 class Round(NamedTuple):
@@ -95,8 +97,8 @@ class GenerationResult:
         return f"{type(self).__name__}({', '.join(parts)}, tau={self.tau:.2f})"
 
 
-MAX_DEPTH = 7
-"""Largest number of drafts per round."""
+MAX_DEPTH = DEEPEST
+"""Largest number of drafts per round, unless the kind of the head has its own."""
 MtpMode = Literal["on", "off", "auto"]
 
 
@@ -120,7 +122,7 @@ class Request:
     mtp: MtpMode = "on"
     """``on`` drafts ``depth`` tokens every round, ``off`` none, ``auto`` the fastest number, up to ``depth``."""
     depth: int | None = None
-    """Drafts per round, 0 to 7; None for the decoder's depth."""
+    """Drafts per round; None for the decoder's depth."""
     stop_token_ids: frozenset[int] = frozenset()
     """Token ids that end the text, besides the decoder's ``eos_ids``. The token that ends the text is returned."""
 
@@ -132,7 +134,7 @@ class Request:
         if self.mtp not in ("on", "off", "auto"):
             raise MtpError(f"mtp: '{self.mtp}'; expected on, off or auto. Use on for a fixed depth.")
         if self.depth is not None:
-            require_depth(self.depth)
+            require_depth(self.depth, sys.maxsize)
 
 
 Prompt = str | Sequence[int] | Request
@@ -152,7 +154,7 @@ class Chunk:
     """The complete result, in the last chunk of a request."""
 
 
-def require_depth(depth: int) -> None:
-    """Raise an MtpError if ``depth`` is not between 0 and ``MAX_DEPTH``."""
-    if not 0 <= depth <= MAX_DEPTH:
-        raise MtpError(f"depth: {depth}; expected 0 to {MAX_DEPTH}. Use 3 unless you measured better.")
+def require_depth(depth: int, deepest: int) -> None:
+    """Raise an MtpError if ``depth`` is not between 0 and ``deepest``."""
+    if not 0 <= depth <= deepest:
+        raise MtpError(f"depth: {depth}; expected 0 to {deepest}. Use 3 unless you measured better.")

@@ -21,7 +21,7 @@ from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, family_named, of_kind
-from mtp_train.families.drafts.record import described_by
+from mtp_train.families.kinds.kind import described_by
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
@@ -109,7 +109,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
         written = HeadConfigFile(
             format_version=FORMAT_VERSION,
             family=artifact.family.name,
-            kind=artifact.family.kind,
+            kind=artifact.family.kind.name,
             trunk_prefix=layout.trunk_prefix,
             num_hidden_layers=layout.num_hidden_layers,
             num_sublayers=layout.num_sublayers,
@@ -148,9 +148,10 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
             "it again."
         ) from None
-    if family.kind == "mtp" and written.draft_config is not None:
+    if not family.kind.has_file and written.draft_config is not None:
         raise CheckpointError(
-            f"{path / HEAD_CONFIG_FILE}: a draft_config with a head of kind mtp; expected null. Write the head again."
+            f"{path / HEAD_CONFIG_FILE}: a draft_config with a head of kind {family.kind.name}; expected null. Write "
+            "the head again."
         )
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts

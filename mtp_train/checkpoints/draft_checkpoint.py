@@ -20,8 +20,6 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import plain_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
-from mtp_train.families.drafts.record import parts_of
-from mtp_train.head_kinds import find_head_kind
 
 OUTPUT_KEY, BIAS_KEY = "lm_head.weight", "fc.bias"
 # d2t: the offset from a row of a smaller output matrix to its token. t2d: whether a token has a row.
@@ -33,8 +31,7 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
 
     ``layer_config`` is ``layer.config`` of the head's family.
     """
-    kind = find_head_kind(artifact.family.kind)
-    stored = parts_of(kind).format
+    stored = artifact.family.kind.load_parts().format
     own = artifact.output
     vocab = own.token_ids_R if own is not None else artifact.draft_vocab if stored.draft_vocab else None
     tensors = [*artifact.head.tensors]

@@ -62,9 +62,10 @@ class EvaluationGrid:
         """Return the grid with values in range and without repeats, suite and depths chosen for the arms."""
         # The demo's trunks were trained on two kinds of text and can write nothing else.
         suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
+        opened = [open_arm(arm) for arm in arms]
         depths = self.depths
         if depths is None:
-            deepest = min((open_arm(arm).deepest for arm in arms), default=MAX_DEPTH)
+            deepest = min((one.deepest for one in opened), default=MAX_DEPTH)
             depths = [depth for depth in DEPTHS if depth <= deepest]
         grid = replace(
             self,
@@ -75,7 +76,7 @@ class EvaluationGrid:
             depths=tuple(dict.fromkeys(depths)),
             rules=tuple(dict.fromkeys(self.rules)),
         )
-        require_grid(grid)
+        require_grid(grid, min((one.most_drafts for one in opened), default=MAX_DEPTH))
         return grid
 
     def drafted(self, temperature: float, context_tokens: int | None) -> list[Setting]:
@@ -95,7 +96,7 @@ class EvaluationGrid:
         return next(one for one in reversed(settings) if one.depth == depth)
 
 
-def require_grid(grid: EvaluationGrid) -> None:
+def require_grid(grid: EvaluationGrid, deepest: int) -> None:
     """Check the numbers of a grid.
 
     Raises:
@@ -103,7 +104,7 @@ def require_grid(grid: EvaluationGrid) -> None:
     """
     contexts = [one for one in grid.contexts if one is not None]
     for flag, values, low, high, expected in (
-        ("--depths", grid.depths or (), 1, MAX_DEPTH, f"1 to {MAX_DEPTH}"),
+        ("--depths", grid.depths or (), 1, deepest, f"1 to {deepest}"),
         ("--temperatures", grid.temperatures, 0.0, math.inf, "0 or more"),
         ("--contexts", contexts, 1, math.inf, "1 or more, or own"),
         ("--prompts-per-task", [grid.prompts_per_task], 1, math.inf, "1 or more"),

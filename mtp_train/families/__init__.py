@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
-from mtp_train.families.drafts.record import draft_engines as draft_engines
-from mtp_train.families.drafts.record import draft_kind as draft_kind
-from mtp_train.families.drafts.record import kinds_served as kinds_served
-from mtp_train.families.drafts.record import most_served_kind as most_served_kind
-from mtp_train.families.drafts.record import of_kind as of_kind
 from mtp_train.families.engines import Convention as Convention
+from mtp_train.families.kinds.kind import draft_kind as draft_kind
+from mtp_train.families.kinds.kind import kinds_served as kinds_served
+from mtp_train.families.kinds.kind import most_served_kind as most_served_kind
+from mtp_train.families.kinds.kind import of_kind as of_kind
 from mtp_train.families.registry import FAMILIES as FAMILIES
 from mtp_train.families.registry import family_for as family_for
 from mtp_train.families.registry import family_named as family_named

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import in_sglang, in_vllm
 from mtp_train.families.engines import EngineSupport, complete, engine_commands, no
+from mtp_train.families.kinds.llama import in_sglang, in_vllm
 from mtp_train.families.spec import Declaration, Family, Keys, RawConfig, raw_text_config
 from mtp_train.upstream.transformers_private import replacing
 

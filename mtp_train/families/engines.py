@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mtp_train.head_kinds import draft_kinds
+from mtp_train.head_kinds import head_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
         "path": shlex.quote(path),
         "python_path": repr(path),
         "vllm_config": quoted_json(draft_model),
-        **{f"vllm_{kind.name}": quoted_json({"method": kind.name, **draft_model}) for kind in draft_kinds()},
+        **{f"vllm_{kind.name}": quoted_json({"method": kind.name, **draft_model}) for kind in head_kinds()},
         "depth": depth,
         "depth_plus_1": depth + 1,
     }

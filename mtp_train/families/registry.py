@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import assistant_for
-from mtp_train.families.drafts.record import draft_kind
+from mtp_train.families.kinds.kind import draft_kind
 from mtp_train.families.models import after_the_trunk, beside_the_trunk
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.spec import Family, RawConfig, raw_text_config

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
+from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
@@ -290,8 +291,8 @@ class Family:
     name: str
     title: str
     """The name that tables and messages print."""
-    kind: str = "mtp"
-    """The head's architecture. ``drafts/record.py`` derives the records of other kinds from a trunk's own record."""
+    kind: HeadKind = MTP
+    """The kind of the head. ``kinds/`` derives the records of other kinds from a trunk's own record."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
     attached: bool = False

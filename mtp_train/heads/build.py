@@ -24,7 +24,7 @@ from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
-from mtp_train.families.drafts.record import Block, described_by
+from mtp_train.families.kinds.kind import Block, described_by
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
@@ -72,15 +72,15 @@ def graft_artifact_plan(
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
     """
-    theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
+    theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind.name)
     if artifact.draft_config is not None:
         family = described_by(family, artifact.draft_config)
     layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
         raise CheckpointError(
-            f"{directory}: a head of kind {theirs.kind} for {theirs.title} of {artifact.layout.num_hidden_layers} "
-            f"layers; expected kind {family.kind}, {family.title}, {layout.num_hidden_layers} layers, as "
+            f"{directory}: a head of kind {theirs.kind.name} for {theirs.title} of {artifact.layout.num_hidden_layers} "
+            f"layers; expected kind {family.kind.name}, {family.title}, {layout.num_hidden_layers} layers, as "
             f"{finetune.path}. Use a head of this model."
         )
     if family.convention(convention) != family.convention(artifact.convention):
@@ -176,7 +176,7 @@ def fresh_plan(
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     _init_random(head, text_config.initializer_range, seed)
-    if start == "copy_last_layer" or kind != "mtp":
+    if start == "copy_last_layer" or family.kind.has_file:
         _init_last_norm(checkpoint, layout, text_config, head)
     if start == "copy_last_layer":
         _init_projection(head)
@@ -198,8 +198,8 @@ def fresh_plan(
     if start == "copy_last_layer":
         copies = _copied_layer(checkpoint, layout, head, tensors, text_config)
         tensors = tuple(copies.get(pending.key, pending) for pending in tensors)
-    # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
-    inherited = native.head_config_fields(checkpoint) if kind == "mtp" else {}
+    # The trunk's config does not describe a head in a file of its own.
+    inherited = {} if family.kind.has_file else native.head_config_fields(checkpoint)
     fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
     return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 

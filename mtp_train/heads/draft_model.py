@@ -27,7 +27,7 @@ from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, draft_kind, of_kind
 from mtp_train.families.assistants import building_assistant
-from mtp_train.families.drafts.record import DraftFormat, described_by, parts_of
+from mtp_train.families.kinds.kind import DraftFormat, described_by
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import (
@@ -56,7 +56,7 @@ class DraftModel:
 
     @property
     def format(self) -> DraftFormat:
-        return parts_of(self.kind).format
+        return self.kind.load_parts().format
 
     @property
     def title(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtp_train.head_kinds import find_head_kind
+from mtp_train.head_kinds import HeadKind, find_head_kind
 from mtp_train.recipe.sections import (
     AUTOMATIC,
     Baseline,
@@ -73,9 +73,13 @@ class Recipe(RecipeSection):
         return self.head.num_depths if self.evaluate.depth is None else self.evaluate.depth
 
     @property
+    def kind(self) -> HeadKind:
+        return find_head_kind(self.head.kind)
+
+    @property
     def fresh_modules(self) -> int:
         """Number of modules of a new head: one, or one per depth where the modules are parallel."""
-        return self.head.num_depths if find_head_kind(self.head.kind).parallel else 1
+        return self.head.num_depths if self.kind.parallel else 1
 
     @property
     def decodes(self) -> bool:
@@ -125,7 +129,16 @@ class Recipe(RecipeSection):
 
     def _of_the_head(self) -> Iterator[str]:
         head, unroll, depth = self.head, self.objective.unroll, self.evaluate.depth
-        is_parallel = find_head_kind(head.kind).parallel
+        is_parallel, most = self.kind.parallel, self.kind.deepest
+        studied = () if self.study is None else self.study.depths
+        for field, depths in (
+            ("head.num_depths", [head.num_depths]),
+            ("evaluate.depth", [depth or 0]),
+            ("study.depths", studied),
+        ):
+            asked = max(depths, default=0)
+            if asked > most:
+                yield f"{field}: {asked} with head.kind: {head.kind}; expected {most} or less. Write {field}: {most}."
         if is_parallel and unroll != "exact":
             yield f"objective.unroll: {unroll!r} with head.kind: {head.kind}; expected exact. Leave it out."
         if is_parallel and (depth or 0) > head.num_depths:

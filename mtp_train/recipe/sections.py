@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from mtp_train.head_kinds import head_kind_names
+from mtp_train.head_kinds import find_head_kind, head_kind_names
 from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
 
 AUTO: Any = "auto"
@@ -127,7 +127,7 @@ def _one_or_more(node: dict[str, Any]) -> None:
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
-Depth = Annotated[int, Field(ge=1, le=7)]
+Depth = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -220,8 +220,10 @@ class HeadSection(RecipeSection):
     engines for `eagle3` only, where p and q of the loss are over these tokens too."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.kind != "mtp" and self.init not in ("random", "graft"):
-            yield f"init: {self.init!r} with head.kind: {self.kind}; expected random or graft. Write head.init: random."
+        starts = find_head_kind(self.kind).starts
+        if self.init not in starts:
+            expected = f"expected {' or '.join(starts)}. Write head.init: {starts[0]}"
+            yield f"init: {self.init!r} with head.kind: {self.kind}; {expected}."
         if self.lora is not None and self.is_new:
             yield f"lora: set with head.init: {self.init}, a new head; expected an existing one. Write head.lora: null."
 

@@ -26,6 +26,7 @@ from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.families import family_for, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
 from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -327,11 +328,11 @@ class CheckResult(Shown):
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
         if recipe.export.enabled:
-            beside = "" if recipe.head.kind == "mtp" else ", a draft model beside its TRUNK"
+            beside = ", a draft model beside its TRUNK" if recipe.kind.has_file else ""
             yield "export", f"{recipe.run_dir}/export{beside}, for"
             yield from ((f"  {engines}", text) for engines, text in serving_lines(self.serves))
             for kind, engines in self.kinds.items():
-                init = "" if kind == "mtp" else " head.init=random"
+                init = " head.init=random" if find_head_kind(kind).has_file else ""
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
         yield "head", self.rewired
@@ -458,7 +459,7 @@ def _checked(
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    has_own = recipe.head.kind == "mtp" and not recipe.head.is_new
+    has_own = not (recipe.kind.has_file or recipe.head.is_new)
     num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
     head_family = of_kind(family, recipe.head.kind)
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.gate import GateVerdict, decide_gate
@@ -52,7 +51,7 @@ def evaluate_run(run: Run) -> Report:
     found = measure_arms(run, settings)
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
     # The recorded arms are heads of the trunk's own kind.
-    others = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
+    others = {} if recipe.kind.has_file else recorded_arms(recipe.model.trunk)
     depths, no_gain = report.by_depth(RETRAINED), without_gain(run.directory.path)
     return replace(
         report,
@@ -72,12 +71,12 @@ def served_commands(recipe: Recipe, run_dir: Path) -> str:
     """Return how to compare an unjudged head with its baseline on servers, in lines of commands."""
     trunk, donor = recipe.model.trunk, recipe.model.head_from
     export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
-    served, before = export if recipe.head.kind == "mtp" else trunk, trunk
+    served, before = trunk if recipe.kind.has_file else export, trunk
     lines = [
         "Serve each of the two with its drafts, one after the other, and measure it:",
         evaluate_command(served, f"{run_dir}-served"),
     ]
-    if recipe.gate_baseline == GRAFT and donor is not None and recipe.head.kind == "mtp":
+    if recipe.gate_baseline == GRAFT and donor is not None and not recipe.kind.has_file:
         lines.append(graft_command(trunk, donor))
         before = grafted_name(trunk)
     return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline"), judge_command(run_dir)])
@@ -149,9 +148,9 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     return plans
 
 
-def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDrafting:
+def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> Drafting:
     head = build_head(plan, text_config_of(checkpoint), dtype=trunk.lm_head_VD.dtype)
-    return HeadDrafting(head.to(trunk.lm_head_VD.device).eval(), plan.draft_vocab)
+    return plan.family.kind.draft_with(head.to(trunk.lm_head_VD.device).eval(), plan.draft_vocab)
 
 
 def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) -> MeasuredArm:
@@ -218,7 +217,7 @@ def advised(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell], no
     donor, adapter = recipe.model.head_from, recipe.model.adapter
     if baseline != GRAFT or donor is None:
         return verdict
-    if head_directory(donor) is not None or recipe.head.kind != "mtp":
+    if head_directory(donor) is not None or recipe.kind.has_file:
         # No command grafts a head without a trunk.
         better = donor
     else:

@@ -25,7 +25,7 @@ from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families import Family
 from mtp_train.families.engines import EngineSupport, engine_commands
-from mtp_train.head_kinds import find_head_kind
+from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.report import wording
@@ -62,7 +62,7 @@ def write_export(
 
     An ``adapter`` is merged into the exported trunk. Returns what :func:`write_checkpoint` found of the trunk.
     """
-    if artifact.family.kind == "mtp":
+    if not artifact.family.kind.has_file:
         layout = layout_of(trunk)
         merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
         return write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
@@ -96,15 +96,15 @@ def serves_of(
     """
     if report is not None:
         depth = wording.serving_depth(report) or depth
-    engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
+    engines = family.serving if family.kind.has_file else open_checkpoint(trunk or export).engines
     commands = engine_commands(engines, str(export), depth)
     gguf = gguf or _gguf_command(export, family.kind)
     if gguf is not None and engines["llama.cpp"].supported:
-        commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind} --spec-draft-n-max {depth}"
+        commands["llama.cpp"] = f"{gguf} --spec-type draft-{family.kind.name} --spec-draft-n-max {depth}"
     return commands
 
 
-def _gguf_command(export: Path, kind: str) -> str | None:
+def _gguf_command(export: Path, kind: HeadKind) -> str | None:
     """Return how llama.cpp serves a run's trunk that is a GGUF file, with the run's head; None for another export."""
     run_dir = export.parent
     # A recipe beside another output may be any.
@@ -114,10 +114,10 @@ def _gguf_command(export: Path, kind: str) -> str | None:
     if not is_gguf(trunk):
         return None
     run, head, whole, file = map(shlex.quote, (str(run_dir), f"{run_dir}-head", f"{trunk.stem}-mtp.gguf", str(trunk)))
-    if kind == "mtp" and trunk.is_file() and open_gguf(trunk).head:
+    if not kind.has_file and trunk.is_file() and open_gguf(trunk).head:
         # llama.cpp takes a head in the file or one beside it, not both.
         return f"mtp-train graft {file} --from {run} --out {whole} && llama-server -m {whole}"
-    return f"mtp-train export {run} --out {head} --gguf q8_0 && llama-server -m {file} -md {head}/{kind}-*.gguf"
+    return f"mtp-train export {run} --out {head} --gguf q8_0 && llama-server -m {file} -md {head}/{kind.name}-*.gguf"
 
 
 def write_card(run_dir: Path, out: Path) -> None:
@@ -126,14 +126,14 @@ def write_card(run_dir: Path, out: Path) -> None:
     trunk = provenance["trunk"]
     base = provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"
-    if recipe.head.kind == "mtp":
+    if not recipe.kind.has_file:
         engines, title = open_checkpoint(out).engines, f"{_name(trunk)}, with its MTP head"
         start = f"the head of `{_name(base)}`" if recipe.head.init == "graft" else f"`head.init: {recipe.head.init}`"
         origin = f"The weights of `{_name(trunk)}`{_state(recipe.model.adapter)}, and a multi-token-prediction head "
         origin += f"that was retrained for them with {tool}, started from {start}."
     else:
         engines, base = load_artifact(run_dir / "head").family.serving, None
-        title = f"{find_head_kind(recipe.head.kind).title} draft model for {_name(trunk)}"
+        title = f"{recipe.kind.title} draft model for {_name(trunk)}"
         origin = f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it."
     # The depth that the report recommends, which the commands must not contradict.
     depth = wording.serving_depth(report) or recipe.head.num_depths

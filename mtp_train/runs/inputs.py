@@ -47,7 +47,7 @@ from mtp_train.data.tokenize import (
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
 from mtp_train.families import draft_kind, of_kind
-from mtp_train.head_kinds import find_head_kind
+from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
@@ -131,7 +131,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
     tokenizer = recipe_tokenizer(recipe, finetune)
     text = gather_text(recipe, tokenizer, text_config.vocab_size, progress, judges=judges)
     if recipe.export.enabled:
-        require_exportable(finetune, recipe.head.kind, adapter)
+        require_exportable(finetune, recipe.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
         require_finite_checkpoint(checkpoint, progress)
     # Printed after all checks: a refusal is one message alone.
@@ -297,8 +297,8 @@ class LoneHead:
     stored: Artifact | DraftModel
 
     @property
-    def kind(self) -> str:
-        return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
+    def kind(self) -> HeadKind:
+        return self.stored.kind if isinstance(self.stored, DraftModel) else self.stored.family.kind
 
 
 def open_head_source(location: str) -> Checkpoint | LoneHead:
@@ -311,11 +311,11 @@ def open_head_source(location: str) -> Checkpoint | LoneHead:
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
-    head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
-    if found != head.kind:
+    head, found = recipe.head, MTP if isinstance(source, Checkpoint) else source.kind
+    if found != recipe.kind:
         raise RecipeError(
-            f"head.kind: {head.kind}, and {source.path} has a head of kind {found}; expected the same kind. Write "
-            f"head.kind: {found}, or head.init: random for a new head."
+            f"head.kind: {head.kind}, and {source.path} has a head of kind {found.name}; expected the same kind. Write "
+            f"head.kind: {found.name}, or head.init: random for a new head."
         )
     if isinstance(source, Checkpoint):
         return graft_plan(finetune, source, head.convention)
@@ -335,7 +335,7 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
             "tokens. Write head.draft_vocab: null."
         )
     most = deepest(plan)
-    if find_head_kind(head.kind).parallel and most is not None and head.num_depths > most:
+    if found.parallel and most is not None and head.num_depths > most:
         raise RecipeError(
             f"head.num_depths: {head.num_depths}, and {source.path} has {most} block(s), one for each depth; expected "
             f"at most {most}. Write head.num_depths: {most}."
@@ -398,13 +398,13 @@ def trunk_of(location: str) -> str | None:
     return model.trunk if model.adapter is None else None
 
 
-def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
+def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:
     """Check that a head of a kind can be exported for a trunk, before anything is trained."""
     layout = layout_of(trunk)
     # Raises if a link prevents copying.
     source_files(trunk)
     changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
-    if kind == "mtp":
+    if not kind.has_file:
         return
     # A draft model contains copies of these tensors of its trunk.
     repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())

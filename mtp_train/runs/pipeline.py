@@ -173,7 +173,7 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
         )
     with directory.held(quiet_progress().console, "the verdict"):
         settings = dict(load_report(run_dir / REPORT_FILE).settings)
-        place = str(export) if recipe.head.kind == "mtp" else recipe.model.trunk
+        place = recipe.model.trunk if recipe.kind.has_file else str(export)
         files = {SERVED_CHECKPOINT: checkpoint_files(open_location(place))}
         require_same(evaluation, files, quiet_progress(), finished=True, keeps=False, option="evaluation")
         told = compared.settings.get("trained_on")

@@ -474,7 +474,7 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
         link=recipe.export.link,
         progress=progress,
     )
-    if plan.family.kind != "mtp":
+    if plan.family.kind.has_file:
         return
     with removed_on_failure(out):
         write_untrained_card(

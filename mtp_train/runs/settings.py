@@ -8,7 +8,7 @@ from dataclasses import fields
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.families.drafts.record import serves_draft_vocab
+from mtp_train.families.kinds.kind import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.log import Tracking
 from mtp_train.train.plan import MemoryOptions, Plan, TrainOptions, make_plan

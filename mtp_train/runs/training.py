@@ -21,7 +21,7 @@ from mtp_train.data.groups import stable_share
 from mtp_train.data.pack import PackedSequence, assign, global_batches, pack_documents, token_counts
 from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.errors import DataError
-from mtp_train.families.drafts.record import serves_draft_vocab
+from mtp_train.families.kinds.kind import serves_draft_vocab
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
@@ -201,7 +201,7 @@ def chosen_vocab(run: Run, documents: Sequence[Document]) -> torch.Tensor | None
     asked, plan = run.recipe.head.draft_vocab, run.inputs.head_plan
     if asked is None:
         # The exported draft model has rows for these tokens alone.
-        return plan.draft_vocab if plan.family.kind != "mtp" else None
+        return plan.draft_vocab if plan.family.kind.has_file else None
     vocab_size = plan.family.vocab_size(text_config_of(run.inputs.finetune))
     return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_inference import MAX_DEPTH
 from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
@@ -154,10 +153,10 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         apply_override(settings, f"{field}={AUTO}")
     settings["data"]["group_field"] = _group_field(paths)
     settings["train"] |= {"save_steps": 50, "select": {"patience": 6}}
-    if isinstance(source, LoneHead) and source.kind != "mtp":
-        settings["head"]["kind"] = source.kind
-        if find_head_kind(source.kind).parallel:
-            settings["head"]["num_depths"] = min(source.stored.num_modules, MAX_DEPTH)
+    if isinstance(source, LoneHead) and source.kind.has_file:
+        settings["head"]["kind"] = source.kind.name
+        if source.kind.parallel:
+            settings["head"]["num_depths"] = min(source.stored.num_modules, source.kind.deepest)
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
@@ -184,7 +183,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
     """
     kind = most_served_kind(trunk.family)
     head: Plain = {"kind": kind, "init": "random"}
-    if kind != "mtp":
+    if "copy_last_layer" not in find_head_kind(kind).starts:
         if int(raw_text_config(trunk.config)["vocab_size"]) > 2 * _DRAFT_VOCAB:
             head["draft_vocab"] = _DRAFT_VOCAB
         return head

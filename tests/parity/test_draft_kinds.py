@@ -22,7 +22,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
-from mtp_train.families.drafts.eagle import Eagle3Layer
+from mtp_train.families.kinds.eagle3 import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from redrafted import unrolled
@@ -134,7 +134,7 @@ class ByHand:
 
 
 def by_hand(trunk: Trunk, head: MtpHead, **wrongly: object) -> Callable[[Sequence[int], int], list[Tensor]]:
-    forward = getattr(ByHand(trunk, head), head.family.kind)
+    forward = getattr(ByHand(trunk, head), head.family.kind.name)
     return lambda tokens, num_depths: forward(tokens, num_depths, **wrongly)
 
 

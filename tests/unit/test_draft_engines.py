@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
+from mtp_train.families import FAMILIES, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
+from mtp_train.head_kinds import find_head_kind
 from repository import RECIPES
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
@@ -27,10 +28,11 @@ def trunks(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
-    names = {frozenset(draft_engines(kind, family)) for family in trunks(kind)}
+    engines = find_head_kind(kind).load_parts().engines
+    names = {frozenset(engines(family)) for family in trunks(kind)}
     assert names == {frozenset(FAMILIES[0].serving)}
     for family in trunks(kind):
-        commands = engine_commands(draft_engines(kind, family), OUT, DEPTH)
+        commands = engine_commands(engines(family), OUT, DEPTH)
         assert all("{" not in text or engine == "vllm" for engine, text in commands.items())
         assert commands["transformers"].startswith("no: ")
 

@@ -43,7 +43,7 @@ def test_plain_values_given_are_left_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("head.num_depths=8", "head.num_depths: 8; expected a whole number from 1 to 7."),
+        ("head.num_depths=8", "head.num_depths: 8 with head.kind: mtp; expected 7 or less. Write head.num_depths: 7."),
         ("data.holdout=0", "data.holdout: 0; expected a number above 0 and below 1, or auto."),
         ("objective.temperature=0", "objective.temperature: 0; expected a number above 0."),
         ("gate.confidence=0.5", "gate.confidence: 0.5; expected a number above 0.5 and below 1."),

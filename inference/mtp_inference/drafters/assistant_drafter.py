@@ -43,6 +43,7 @@ class AssistantDrafting(Drafting):
         self.assistant = assistant
 
     def check(self, trunk: Trunk, depth: int) -> None:
+        super().check(trunk, depth)
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.rows import RowState, places_from
+from mtp_inference.requests import MAX_DEPTH, require_depth
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 
@@ -69,9 +70,14 @@ class RoundPlan:
 class Drafting(Protocol):
     """A way of drafting, such as a head; makes the drafter of each batch."""
 
+    @property
+    def deepest(self) -> int:
+        """Largest number of drafts per round."""
+        return MAX_DEPTH
+
     def check(self, trunk: Trunk, depth: int) -> None:
-        """Raise an MtpError if ``depth`` tokens cannot be drafted for this trunk; by default any number can."""
-        return
+        """Raise an MtpError if ``depth`` tokens cannot be drafted for this trunk."""
+        require_depth(depth, self.deepest)
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         """Return a drafter for a batch, whose trunk writes ``cache``."""

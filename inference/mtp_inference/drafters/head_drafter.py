@@ -32,8 +32,6 @@ from mtp_train.trunk.load import Trunk
 LogitsFn = Callable[[Tensor], Tensor]
 KEYS_CHUNK = 2048
 """Largest number of prefix rows per call, to bound the memory of activations."""
-SPARE_SLOTS = 8
-"""Above the deepest draft, and a multiple of 8, which fused attention requires of masks."""
 
 
 @dataclass(eq=False, repr=False)
@@ -88,12 +86,14 @@ class _CachedDrafter(_HeadDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.size
+        # Above the deepest draft, and a multiple of 8, which fused attention requires of masks.
+        self.spare_slots = size.depth // 8 * 8 + 8
         self.cache = WindowCache(
             self.head.config,
             num_rows=size.num_rows,
             # The deepest rows of a draft, and stale rows, are past the trunk's last position. Rows before position 0
             # wrap around to the last slots.
-            capacity=size.capacity + size.num_pending + 2 * SPARE_SLOTS,
+            capacity=size.capacity + size.num_pending + 2 * self.spare_slots,
             max_window=max(KEYS_CHUNK, size.num_pending + size.depth),
             max_undecided=size.num_pending + size.depth,
         )
@@ -103,7 +103,7 @@ class _CachedDrafter(_HeadDrafter):
         self.pending.add(tokens_BT, num_kept_B, self.read(hidden_BTD))
 
     def _window(self, slots_BT: Tensor, plan: RoundPlan) -> Window:
-        used = plan.used + SPARE_SLOTS
+        used = plan.used + self.spare_slots
         # An inactive row may be at a position beyond all others, outside the keys in use.
         return Window(slice(0, len(slots_BT)), slots_BT.clamp(max=used - 1), used)
 
@@ -310,7 +310,12 @@ class HeadDrafting(Drafting):
         self.head = head
         self.draft_vocab_R = draft_vocab_R
 
+    @property
+    def deepest(self) -> int:
+        return self.head.family.kind.deepest
+
     def check(self, trunk: Trunk, depth: int) -> None:
+        super().check(trunk, depth)
         head = self.head
         if head.unroll != "recursive" and depth > len(head.blocks):
             raise UnsupportedModelError(

@@ -34,7 +34,7 @@ from mtp_train.checkpoints.values import (
     zero_head,
 )
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
+from mtp_train.families import Assistant, assistant_for, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
 from mtp_train.heads.diagnose import (
     DSPARK_BLOCK,
@@ -507,7 +507,9 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
     if trunk is None:
-        serves = dict.fromkeys(draft_engines(name, ""), "depends on the trunk: inspect it again with --base TRUNK")
+        serves = dict.fromkeys(
+            draft.kind.load_parts().engines(""), "depends on the trunk: inspect it again with --base TRUNK"
+        )
     else:
         serves = engine_commands(of_kind(trunk.family, name).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
     if draft.borrows_output:

@@ -318,7 +318,7 @@ def _write_whole(
             report = load_report(source / REPORT_FILE)
             write_card(source, out)
         serves = serves_of(out, head.family, head.num_depths, report)
-    if head.family.kind != "mtp":
+    if head.family.kind.has_file:
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
     return WriteResult(
         out=out,
@@ -330,7 +330,7 @@ def _write_whole(
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
-    if head.family.kind != "mtp":
+    if head.family.kind.has_file:
         raise CheckpointError(
             f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only: it "
             "becomes a draft model, a directory of its own."
@@ -364,7 +364,7 @@ def _head_in_gguf(file: Path) -> WriteResult:
 
 def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress) -> Path:
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
-    if head.family.kind != "mtp":
+    if head.family.kind.has_file:
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
     config = config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
@@ -387,15 +387,16 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
 def _write_draft_gguf(
     source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress
 ) -> Path:
-    """Write ``eagle3-NAME.gguf`` into a new directory, for a trunk that is a GGUF file."""
+    """Write ``KIND-NAME.gguf`` into a new directory, for a trunk that is a GGUF file."""
     file = load_recipe(source / RECIPE_FILE).model.trunk
-    if head.family.kind != "eagle3" or not is_gguf(file):
+    kind_of_head = head.family.kind
+    if not kind_of_head.load_parts().format.is_in_gguf or not is_gguf(file):
         raise CheckpointError(
-            f"{source}: a head of kind {head.family.kind} for {file}; expected an MTP head, or an EAGLE-3 head for "
+            f"{source}: a head of kind {kind_of_head.name} for {file}; expected an MTP head, or an EAGLE-3 head for "
             "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
             "converter reads."
         )
-    name = f"eagle3-{Path(file).name}"
+    name = f"{kind_of_head.name}-{Path(file).name}"
     with new_directory(out, what="the GGUF file") as directory, tempfile.TemporaryDirectory(dir=directory) as work:
         draft = Path(work) / "draft"
         write_export(trunk, head, draft, adapter=None, link="hard", progress=progress)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
-from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, no, remarked
+from mtp_train.families.kinds.kind import Block, DraftFormat, DraftParts
+from mtp_train.families.kinds.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, RawConfig, Wiring
 
@@ -70,5 +70,6 @@ MEDUSA = DraftParts(
         modules_field="num_heads",
         # vLLM 0.32 has code for a list of tokens, and then reports the list as missing: none is written.
         drafted_field="truncated_vocab_size",
+        has_layer=False,
     ),
 )

@@ -1,4 +1,4 @@
-"""Heads of other kinds than ``mtp``, stored as draft models: their parts, and their records for the trunk of a family.
+"""What a kind of head is: its module, and for heads in a file of their own how they are stored, wired and served.
 
 Shapes: B rows, T tokens, D hidden.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden.
 from __future__ import annotations
 
 import contextlib
-import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
-from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
+from mtp_train.head_kinds import HeadKind, find_head_kind, head_kinds
 
 
 class Block(nn.Module):
@@ -68,6 +67,10 @@ class DraftFormat:
     """Whether the draft model contains an output matrix. If not, engines use the trunk's lm_head."""
     draft_vocab: bool = False
     """Whether engines read a list of the tokens that may be drafted."""
+    is_in_gguf: bool = False
+    """Whether llama.cpp loads it, and ``checkpoints/gguf`` has its names there."""
+    has_layer: bool = True
+    """Whether its config describes the head's layer."""
     plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
     zeros: tuple[str, ...] = ()
@@ -75,20 +78,46 @@ class DraftFormat:
     renames: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor keys as the speculators package writes them, to the same prefixes in ``DraftParts.rules``."""
 
+    def describes(self, config: RawConfig) -> bool:
+        """Return whether a raw ``config.json`` is a draft model's of this format."""
+        names = config.get("architectures") or []
+        if any(name in (*self.written_as, *self.read_as) for name in names):
+            return True
+        # Releases of EAGLE-3's authors declare their trunk's class; no trunk has a draft vocabulary.
+        return names == ["LlamaForCausalLM"] and self.drafted_field is not None and bool(config.get(self.drafted_field))
+
+
+_SERVERS = ("vllm", "sglang", "llama.cpp")
+"""Engines that serve draft models and count in the choice of a kind: transformers decodes one request at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class DraftParts:
-    """The parts of a head's record that depend on the kind of head, and not on the trunk.
+class KindParts:
+    """What a kind of head is made of. By itself: a head that its trunk's checkpoint has, and its family describes."""
 
-    The head shares the trunk's embedding and lm_head, which stay frozen.
-    """
+    module: Callable[[Family, PretrainedConfig, int], Block]
+    """The family's record, the config of the head's layers and the number of the module to the module."""
+    format: DraftFormat | None = None
+    """How the head is stored in a file of its own; None for a head in its trunk's checkpoint."""
 
+    def on(self, trunk: Family, kind: HeadKind) -> Family:
+        """Return the record of a trunk's family with such a head."""
+        return trunk
+
+    def described(self, family: Family, config: RawConfig) -> Family:
+        """Return the record of a head whose layer is the one that the config of its own file describes."""
+        return family
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftParts(KindParts):
+    """The parts of a draft model, which shares the trunk's embedding and lm_head; these stay frozen."""
+
+    format: DraftFormat
     prefixes: tuple[str, ...]
     """Every key of the draft model under one of these belongs to the head."""
     rules: tuple[KeyRule, ...]
     """The key map of the draft model."""
-    module: Callable[[Family, PretrainedConfig, int], Block]
-    """The family's record, the config of the head's layers and the number of the module to the module."""
     layer: HeadLayer
     wiring: Wiring
     """Without conventions: every engine wires the head by the default."""
@@ -99,58 +128,62 @@ class DraftParts:
     """The entry of these engines for all other trunks."""
     other_engines: EngineSupport
     """The entry of the engines that are not in ``serving``."""
-    format: DraftFormat
 
+    def engines(self, trunk: str) -> Mapping[str, EngineSupport]:
+        """Return the engines' table.
 
-def described_by(family: Family, config: Mapping[str, Any]) -> Family:
-    """Return the family record of a head with the layer that the config of a draft model describes."""
-    if find_head_kind(family.kind).parallel:
-        return family
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-    layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
-    return replace(family, layer=layer)
+        Args:
+            trunk: The family's name, or the wrapper's model type for a trunk inside of a vision-language model.
+        """
+        served = {
+            engine: one if trunk in trunks else self.other_trunks for engine, (one, trunks) in self.serving.items()
+        }
+        return complete({**dict.fromkeys((*_SERVERS, "transformers"), self.other_engines), **served})
 
+    def on(self, trunk: Family, kind: HeadKind) -> Family:
+        if not (trunk.attached or trunk.name in _BEYOND_ATTACHED):
+            raise UnsupportedModelError(
+                f"head.kind: {kind.name} for a trunk of {trunk.title}; expected a family whose releases carry no head, "
+                "or Qwen3.5 or Qwen3-Next. Write head.kind: mtp: this family's releases have an MTP head."
+            )
+        return replace(
+            trunk,
+            kind=kind,
+            title=f"{kind.title} for {trunk.title}",
+            declaration=Declaration(count=None),
+            keys=replace(
+                trunk.keys, head_prefixes=self.prefixes, rules=self.rules, shared={}, num_sublayers=lambda config: 1
+            ),
+            wiring=replace(self.wiring, conventions=dict.fromkeys(_SERVERS, self.wiring.default)),
+            layer=self.layer,
+            engines=self.engines(trunk.wrapper or trunk.name),
+        )
 
-def parts_of(kind: HeadKind) -> DraftParts:
-    """Return the parts of a kind that is a draft model."""
-    return pkgutil.resolve_name(str(kind.draft_parts))
+    def described(self, family: Family, config: RawConfig) -> Family:
+        if not self.format.has_layer:
+            return family
+        fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+        layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
+        return replace(family, layer=layer)
 
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose releases have an MTP head, and whose trunks may get a head of another kind too."""
 
-_SERVERS = ("vllm", "sglang", "llama.cpp")
-"""Engines that serve draft models and count in the choice of a kind: transformers decodes one request at a time."""
-
 
 def draft_kind(config: RawConfig) -> HeadKind | None:
     """Return the kind of head of a draft model's raw ``config.json``, or None if it is not a draft model's."""
-    names = config.get("architectures") or []
-    for kind in draft_kinds():
-        stored = parts_of(kind).format
-        if any(name in (*stored.written_as, *stored.read_as) for name in names):
-            return kind
-        # Releases of EAGLE-3's authors declare their trunk's class; no trunk has a draft vocabulary.
-        if names == ["LlamaForCausalLM"] and stored.drafted_field is not None and config.get(stored.drafted_field):
-            return kind
-    return None
+    return next((kind for kind in head_kinds() if kind.has_file and kind.load_parts().format.describes(config)), None)
 
 
-def draft_engines(kind: str, trunk: str) -> Mapping[str, EngineSupport]:
-    """Return the engines' table of a head of this kind.
-
-    Args:
-        trunk: The family's name, or the wrapper's model type for a trunk inside of a vision-language model.
-    """
-    parts = parts_of(find_head_kind(kind))
-    served = {engine: one if trunk in trunks else parts.other_trunks for engine, (one, trunks) in parts.serving.items()}
-    return complete({**dict.fromkeys((*_SERVERS, "transformers"), parts.other_engines), **served})
+def described_by(family: Family, config: RawConfig) -> Family:
+    return family.kind.load_parts().described(family, config)
 
 
 def serves_draft_vocab(kind: str) -> bool:
     """Return whether engines draft from the draft vocabulary of a head of this kind, and not from all tokens."""
-    found = find_head_kind(kind)
-    return found.draft_parts is not None and parts_of(found).format.draft_vocab
+    stored: DraftFormat | None = find_head_kind(kind).load_parts().format
+    return stored is not None and stored.draft_vocab
 
 
 def of_kind(family: Family, kind: str) -> Family:
@@ -160,43 +193,19 @@ def of_kind(family: Family, kind: str) -> Family:
         UnsupportedModelError: There is no such kind, or heads of it are not supported for the family's trunks.
     """
     found = find_head_kind(kind)
-    if found.draft_parts is None:
-        return family
-    if not (family.attached or family.name in _BEYOND_ATTACHED):
-        raise UnsupportedModelError(
-            f"head.kind: {kind} for a trunk of {family.title}; expected a family whose releases carry no head, or "
-            "Qwen3.5 or Qwen3-Next. Write head.kind: mtp: this family's releases have an MTP head."
-        )
-    parts = parts_of(found)
-    return replace(
-        family,
-        kind=kind,
-        title=f"{found.title} for {family.title}",
-        declaration=Declaration(count=None),
-        keys=replace(
-            family.keys, head_prefixes=parts.prefixes, rules=parts.rules, shared={}, num_sublayers=lambda config: 1
-        ),
-        wiring=replace(parts.wiring, conventions=dict.fromkeys(_SERVERS, parts.wiring.default)),
-        layer=parts.layer,
-        engines=draft_engines(kind, family.wrapper or family.name),
-    )
+    return found.load_parts().on(family, found)
 
 
 def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
     """Return the kinds of heads that a trunk can be given, each with the engines that draft with it."""
     found = {}
-    for kind in head_kind_names():
+    for kind in head_kinds():
         with contextlib.suppress(UnsupportedModelError):
-            support = of_kind(family, kind).serving
-            found[kind] = tuple(engine for engine, one in support.items() if one.supported)
+            support = of_kind(family, kind.name).serving
+            found[kind.name] = tuple(engine for engine, one in support.items() if one.supported)
     return found
 
 
 def most_served_kind(family: Family) -> str:
-    """Return ``eagle3`` if more servers draft with it on this trunk than with an MTP head, else ``mtp``.
-
-    The other kinds accept less (Medusa), or are served by a part of the servers that EAGLE-3 is.
-    """
-    served = kinds_served(family)
-    # The first of equals.
-    return max(("mtp", "eagle3"), key=lambda kind: len({*served.get(kind, ())} & {*_SERVERS}))
+    """Return the kind that most servers draft with on this trunk; of equals, the first in the table of kinds."""
+    return max(served := kinds_served(family), key=lambda kind: len({*served[kind]} & {*_SERVERS}))
