@@ -184,7 +184,7 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
     """Return the job of the engine's program."""
     draft = None
     if task.draft is not None:
-        draft = {"kind": task.fp32.head.family.kind, "path": str(task.draft.resolve())}
+        draft = {"kind": task.fp32.head.family.kind.name, "path": str(task.draft.resolve())}
     return {
         "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
@@ -279,7 +279,7 @@ def _draft_model(task: Task) -> dict[str, Any]:
     vocab_R = task.fp32.draft_vocab_R
     return {
         "draft_model": {
-            "kind": task.fp32.head.family.kind,
+            "kind": task.fp32.head.family.kind.name,
             "draft_vocab": None if vocab_R is None else len(vocab_R),
             "sha256": checkpoint_hash(task.draft),
         }

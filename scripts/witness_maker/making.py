@@ -220,7 +220,7 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
     """Write a trunk in bf16, and a head of another kind in every supported format."""
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     _set_fields(directory, {}, shape.released)
-    checkpoint, kind = open_checkpoint(directory), head.family.kind
+    checkpoint, kind = open_checkpoint(directory), head.family.kind.name
     text_config = text_config_of(checkpoint)
     plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind, num_modules=shape.num_modules)
     artifact = Artifact(

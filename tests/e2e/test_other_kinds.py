@@ -136,7 +136,7 @@ def test_it_is_retrained_from_its_run(runs: dict[str, Path], inputs: Path, tmp_p
     # The same head on the same trunk: what was exported drafts as before, from its own draft vocabulary.
     assert arms["graft"].tau == pytest.approx(first.tau, abs=0.02)
     head = load_artifact(tmp_path / "again" / "run" / "head")
-    assert (head.family.kind, head.draft_vocab is not None and len(head.draft_vocab)) == ("eagle3", 100)
+    assert (head.family.kind.name, head.draft_vocab is not None and len(head.draft_vocab)) == ("eagle3", 100)
 
 
 @pytest.mark.parametrize(("kind", "field", "wrong"), [("eagle3", "draft_vocab", 50), ("medusa", "num_depths", 6)])
