@@ -9,6 +9,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mtp_train.families.assistants import GEMMA4_ASSISTANT, building_assistant
+from mtp_train.heads.assistant import AssistantHead
 from mtp_train.trunk.load import Trunk
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, WEIGHT_STD
 
@@ -80,6 +81,11 @@ def tiny_assistant(
         shuffled = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
         model.masked_embedding.token_ordering.copy_(shuffled)
     return model.requires_grad_(False).eval()
+
+
+def assistant_head(model: Any) -> AssistantHead:
+    """Return a tiny assistant as a head, in eval mode."""
+    return AssistantHead(model, GEMMA4_ASSISTANT).eval()
 
 
 def randomise(model: nn.Module, seed: int) -> None:

@@ -45,7 +45,7 @@ def states_from_scratch(
     trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int, drafts: list[int]
 ) -> list[Tensor]:
     """Return the state (D,) that the draft of every depth is read from; drafts that are not given are added."""
-    chained = head.unroll == "chained"
+    chained = head.chaining == "chained"
     text, states = list(tokens), []
     hidden_BTD = trunk.head_input(trunk.hidden(torch.tensor([text])), head.convention)[:, :-1]
     for depth_now in range(1, depth + 1):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.data.pack import PackedBatch
 from mtp_train.families import FAMILIES, Family, of_kind
-from mtp_train.heads.module import MtpHead, Unroll
+from mtp_train.heads.module import Chaining, MtpHead
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import isolated_hidden
@@ -155,14 +155,14 @@ def chained_head(trunk: Trunk, num_modules: int, seed: int = 0, drafts_only: boo
     return head
 
 
-UNROLLS: tuple[Unroll, ...] = ("recursive", "chained", "chained_drafts")
+CHAININGS: tuple[Chaining, ...] = ("recursive", "chained", "chained_drafts")
 
 
-def head_of(trunk: Trunk, unroll: Unroll, num_modules: int) -> MtpHead:
+def head_of(trunk: Trunk, chaining: Chaining, num_modules: int) -> MtpHead:
     """Return a random head whose depths go on from one another in this way; of one module where that is all it has."""
-    if unroll == "recursive":
+    if chaining == "recursive":
         return tiny_head(trunk, num_modules=1)
-    return chained_head(trunk, num_modules, drafts_only=unroll == "chained_drafts")
+    return chained_head(trunk, num_modules, drafts_only=chaining == "chained_drafts")
 
 
 def family_of(name: str) -> Family:

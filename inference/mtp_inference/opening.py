@@ -111,8 +111,7 @@ class OpenModel:
             return NgramDrafting()
         if self.drafter is None or self.assistant is None:
             return None
-        model = load_assistant(self.drafter, self.assistant, dtype=dtype, device=device)
-        return AssistantDrafting(model, self.assistant)
+        return AssistantDrafting(load_assistant(self.drafter, self.assistant, dtype=dtype, device=device))
 
 
 def open_model(

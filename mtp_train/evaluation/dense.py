@@ -27,6 +27,7 @@ from mtp_train.data.pack import PackedBatch, collate, pack_documents
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.families import Convention
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.train.teacher_forced import TargetFigures, many_rows, target_figures
@@ -135,7 +136,7 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
 
 def _measured(
     trunk: Trunk,
-    heads: Sequence[MtpHead],
+    heads: Sequence[Head],
     text: Document,
     num_depths: int,
     draft_vocab_R: Tensor | None,
@@ -147,7 +148,7 @@ def _measured(
     """
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
     batch = PackedBatch(*(column.to(trunk.lm_head_VD.device) for column in columns))
-    trunk.show_layers(heads[0].trunk_layers)
+    trunk.show_to(heads[0])
     hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     for head in heads:
         rows = aligned_rows(trunk, head, batch, hidden_BTD, num_depths)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import EngineSupport, complete, engine_commands, no
+from mtp_train.families.engines import Convention, EngineSupport, complete, engine_commands, no
 from mtp_train.families.kinds.llama import in_sglang, in_vllm
-from mtp_train.families.spec import Declaration, Family, Keys, RawConfig, raw_text_config
+from mtp_train.families.spec import Declaration, Family, Keys, RawConfig, TrunkTraits, Wiring, raw_text_config
 from mtp_train.upstream.transformers_private import replacing
 
 
@@ -47,6 +47,12 @@ def building_assistant(text_config: PretrainedConfig) -> AbstractContextManager[
     return replacing(type(text_config), kv_sharing_modes=every_layer)
 
 
+def _key_shapes(text_config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    last = {kind: text_config.per_layer_config[index] for index, kind in enumerate(text_config.layer_types)}
+    # Sorted: the first layers of a trunk and of its assistant may differ in type.
+    return {kind: (last[kind].num_key_value_heads, last[kind].head_dim) for kind in sorted(last)}
+
+
 _GEMMA4_TRUNK = Family(
     name="gemma4",
     title="Gemma 4",
@@ -54,6 +60,8 @@ _GEMMA4_TRUNK = Family(
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     layer=None,
+    wiring=Wiring(default=Convention(hidden="with_keys")),
+    trunk=TrunkTraits(key_shapes=_key_shapes),
     engines=dict.fromkeys(("vllm", "sglang", "llama.cpp", "transformers"), no("its releases carry no MTP head")),
 )
 GEMMA4_ASSISTANT = Assistant(

@@ -15,9 +15,10 @@ from mtp_train.head_kinds import head_kinds
 class Convention:
     """One engine's wiring of a head, in the points where engines disagree."""
 
-    hidden: Literal["after_final_norm", "before_final_norm", "of_layers"] = "after_final_norm"
+    hidden: Literal["after_final_norm", "before_final_norm", "of_layers", "with_keys"] = "after_final_norm"
     """The trunk's hidden state that the head reads: after or before the final norm. ``of_layers``: the inputs of the
-    layers in ``Wiring.trunk_layers``, concatenated along the feature axis."""
+    layers in ``Wiring.trunk_layers``, concatenated along the feature axis. ``with_keys``: the state after the final
+    norm, and the keys and values of ``TrunkTraits.key_shapes``."""
     recycle: Literal["after_final_norm", "before_final_norm", "trunk"] = "after_final_norm"
     """The hidden input of depth k + 1: the state of depth k after or before the head's final norm, or the trunk's
     hidden state again."""

@@ -282,6 +282,9 @@ class TrunkTraits:
     """Field of the text config with the number of lm_head rows that are tokens; the remaining rows are padding."""
     recurrent: RecurrentKernels | None = None
     """None for trunks without recurrent layers."""
+    key_shapes: Callable[[PretrainedConfig], Mapping[str, tuple[int, int]]] = lambda config: {}
+    """Text config to the types of layers, each with the number of key heads and the width of a key or value in its last
+    layer, which a head may attend to. transformers returns them as ``shared_kv_states``."""
 
 
 @dataclass(frozen=True, kw_only=True)

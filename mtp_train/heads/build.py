@@ -26,15 +26,15 @@ from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
 from mtp_train.families.kinds.kind import Block, described_by
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
-from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
+from mtp_train.heads.module import MtpHead, OutputRows, chaining_of
 
 FreshStart = Literal["copy_last_layer", "random"]
 
 
 def deepest(plan: HeadPlan) -> int | None:
     """Return the largest number of drafts in a round, where each depth has a module of its own; None for no limit."""
-    unroll = unroll_of(plan.family, plan.family.convention(plan.convention), plan.num_modules)
-    return None if unroll == "recursive" else plan.num_modules
+    chaining = chaining_of(plan.family, plan.family.convention(plan.convention), plan.num_modules)
+    return None if chaining == "recursive" else plan.num_modules
 
 
 def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadPlan:
@@ -210,7 +210,7 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
         for name, parameter in head.named_parameters():
             # Chosen by name, not by shape: stacked experts have a matrix of biases, and some norms have a weight for
             # each attention head.
-            if head.unroll == "parallel" or name.endswith(("bias", "sinks", "base")):
+            if head.chaining == "parallel" or name.endswith(("bias", "sinks", "base")):
                 parameter.zero_()
             elif parameter.ndim > 1 and not name.endswith("norm.weight"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

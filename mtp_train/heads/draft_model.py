@@ -30,6 +30,7 @@ from mtp_train.families.assistants import building_assistant
 from mtp_train.families.kinds.kind import DraftFormat, described_by
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
+from mtp_train.heads.assistant import AssistantHead
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     compare_shapes,
@@ -299,8 +300,8 @@ def diagnose_assistant(checkpoint: Checkpoint) -> HeadDiagnosis:
 
 def load_assistant(
     checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Any:
-    """Load transformers' model of an external drafter, frozen and in eval mode.
+) -> AssistantHead:
+    """Load an external drafter, in eval mode.
 
     Raises:
         CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
@@ -313,4 +314,4 @@ def load_assistant(
     config = trunk_config(checkpoint.path)
     with quiet_loading(), building_assistant(config.get_text_config()):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
-    return model.requires_grad_(False).to(device).eval()
+    return AssistantHead(model, assistant).to(device).eval()

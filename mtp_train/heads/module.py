@@ -18,8 +18,10 @@ from transformers import DynamicCache, PretrainedConfig
 
 from mtp_train.families import Convention, Family
 from mtp_train.families.kinds.kind import Block
+from mtp_train.heads import step
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.experts import GROUPED_EXPERTS
+from mtp_train.heads.head import Head
 from mtp_train.upstream.transformers_private import DynamicSlidingWindowLayer, set_attention, set_experts
 
 
@@ -58,10 +60,10 @@ def _centred(state_BTD: Tensor) -> Tensor:
     return (exact_BTD - exact_BTD.mean(-1, keepdim=True)).to(state_BTD.dtype)
 
 
-Unroll = Literal["recursive", "chained", "chained_drafts", "parallel"]
+Chaining = Literal["recursive", "chained", "chained_drafts", "parallel"]
 
 
-def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unroll:
+def chaining_of(family: Family, convention: Convention, num_modules: int) -> Chaining:
     """Return how the depths of a head depend on each other.
 
     - ``recursive``: one module drafts every depth.
@@ -77,7 +79,7 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
     return "chained" if convention.prefix == "chained" else "chained_drafts"
 
 
-class MtpHead(nn.Module):
+class MtpHead(Head):
     """The modules of a head of any kind, which may be fewer than the draft depth, wired by ``convention``."""
 
     def __init__(
@@ -100,12 +102,13 @@ class MtpHead(nn.Module):
         )
         self.logit_divisor = family.divisor(text_config)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
-        """The trunk's layers whose input the head reads; empty where it reads the last hidden state."""
         self._stock_layers = DynamicCache(config=self.config).layers
 
     @property
-    def unroll(self) -> Unroll:
-        return unroll_of(self.family, self.convention, len(self.blocks))
+    def chaining(self) -> Chaining:
+        return chaining_of(self.family, self.convention, len(self.blocks))
+
+    unroll = step.unroll
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return the hidden input of depth 1, (B, T, D).
@@ -117,14 +120,16 @@ class MtpHead(nn.Module):
 
     def module_index(self, depth: int) -> int:
         """Return the index of the module that drafts at ``depth`` (1-based)."""
-        return 0 if self.unroll == "recursive" else depth - 1
+        return 0 if self.chaining == "recursive" else depth - 1
 
     def module_for(self, depth: int) -> Block:
         """Return the module that drafts at ``depth`` (1-based)."""
         return cast(Block, self.blocks[self.module_index(depth)])
 
+    def project(self, depth: int, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.module_for(depth).project(state, shared)
+
     def freeze_unused(self, num_depths: int) -> None:
-        """Freeze the modules that no depth uses: they get no gradient, which data-parallel wrappers do not expect."""
         for module in set(self.blocks) - {self.module_for(depth) for depth in range(1, num_depths + 1)}:
             module.requires_grad_(False)
 
@@ -138,12 +143,10 @@ class MtpHead(nn.Module):
         return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
-        """Return the output matrix (V or R, D) of each depth, None where all depths use the trunk's."""
         modules = [self.module_for(depth).lm_head for depth in range(1, num_depths + 1)]
         return None if modules[0] is None else [cast(nn.Linear, module).weight for module in modules]
 
     def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return the embedding function of the head's input tokens: its own, or else ``shared``, the trunk's."""
         own = self.module_for(1).embedding
         return shared if own is None else own
 

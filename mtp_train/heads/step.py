@@ -9,19 +9,40 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, DynamicLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
 
+from mtp_train.families import Convention
+from mtp_train.families.kinds.kind import Block
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.families.mechanisms.key_pools import UnrolledPools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
+from mtp_train.families.spec import HeadLayer
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer, DynamicSlidingWindowLayer
+
+
+class ModularHead(Protocol):
+    """What this module uses of an ``MtpHead``, which imports it."""
+
+    convention: Convention
+    classes: HeadLayer
+    config: PretrainedConfig
+    rotary: Any
+    rotary_takes_layer_type: bool
+    logit_divisor: float | None
+
+    @property
+    def chaining(self) -> str: ...
+    def read(self, trunk_BTD: Tensor) -> Tensor: ...
+    def module_index(self, depth: int) -> int: ...
+    def module_for(self, depth: int) -> Block: ...
+    def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]: ...
+    def sliding_window(self, depth: int) -> int | None: ...
 
 
 class StepOutput(NamedTuple):
@@ -39,7 +60,7 @@ class KeysWritten(Exception):
 
 @without_cudnn_attention()
 def mtp_step(
-    head: MtpHead,
+    head: ModularHead,
     hidden_BTD: Tensor,
     embed_BTD: Tensor,
     *,
@@ -85,7 +106,7 @@ def mtp_step(
 
 
 def _position_embeddings(
-    head: MtpHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
+    head: ModularHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
 ) -> tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None:
     if head.rotary is None:
         return None
@@ -101,7 +122,7 @@ def _position_embeddings(
 
 
 def unroll(
-    head: MtpHead,
+    head: ModularHead,
     hidden_BTD: Tensor,
     tokens_BT: Tensor,
     embed: Callable[[Tensor], Tensor],
@@ -114,7 +135,7 @@ def unroll(
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once; each depth attends to the same rows as in decoding.
 
-    Tokens are teacher-forced. Which rows a query attends to depends on the head (:func:`unroll_of`):
+    Tokens are teacher-forced. Which rows a query attends to depends on the head (:func:`chaining_of`):
 
     - ``recursive``: one module for all depths. Depth k attends to the depth-1 rows of the prefix and to its own start's
       rows of depth 2..k.
@@ -140,7 +161,7 @@ def unroll(
     """
     hidden_BTD = head.read(hidden_BTD)
     prefix_BTT = prefix_mask(document_BT)
-    apart = apart and head.unroll == "recursive"
+    apart = apart and head.chaining == "recursive"
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
@@ -148,11 +169,11 @@ def unroll(
             # Later depths attend to keys that are outside of the last row's window: no layer slides.
             stock = DynamicCache(config=head.config).layers
             cache = Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
-        alone = apart or head.unroll in ("chained", "parallel")
+        alone = apart or head.chaining in ("chained", "parallel")
         embed_BTD = embed(input_tokens(tokens_BT, depth))
         read_BT = positions_BT if apart else positions_BT + (depth - 1)
         inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
-        unread = inputs[0 if head.unroll == "chained_drafts" else -1 :]
+        unread = inputs[0 if head.chaining == "chained_drafts" else -1 :]
         run = partial(_run_depth, head, depth, prefix_BTT)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
@@ -170,7 +191,9 @@ class _Inputs(NamedTuple):
     """The number of depths whose rows are attended to, the own depth included."""
 
 
-def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
+def _run_depth(
+    head: ModularHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache
+) -> StepOutput:
     """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
     def run(rows: _Inputs, keys_only: bool) -> StepOutput:

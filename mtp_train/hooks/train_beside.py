@@ -109,7 +109,7 @@ class HeadBeside(TrainerCallback):
         self.plan = graft_plan(base, base, "auto")
         with unchanged_random_state(self.model.device):
             self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
-        if self.head.unroll != "recursive":
+        if self.head.chaining != "recursive":
             num_depths = min(num_depths, len(self.head.blocks))
         self.head.freeze_unused(num_depths)
         # Keep peft's wrapper: the trunk detects an adapter by it.

@@ -190,6 +190,7 @@ def frozen_head_loss(
     kind: str,
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
+    teacher_bound: float | None = None,
     compute_dtype: torch.dtype | None = None,
     used_N: Tensor | None = None,
 ) -> LossTerms:
@@ -202,6 +203,7 @@ def frozen_head_loss(
         kind: The loss, by its name in ``losses/catalogue.py``.
         temperature: Softens p and q of every loss that distils.
         own_heads: Frozen output matrix of each depth; None if the head shares the trunk's.
+        teacher_bound: The c of ``c tanh(logits / c)`` for the trunk's logits; None leaves them unbounded.
         compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
             in another dtype is converted once for all rows. None uses the matrix's own dtype.
         used_N: int64, the rows of a weight other than 0, where the host knows them; None looks at the weights, for
@@ -221,6 +223,8 @@ def frozen_head_loss(
         buffer_CV = lm_head_VD.new_empty(min(len(used_N), num_rows), len(lm_head_VD)) if is_on_cpu else None
         for rows_C in used_N.split(num_rows):
             teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
+            if teacher_CV is not None and teacher_bound is not None:
+                teacher_CV.div_(teacher_bound).tanh_().mul_(teacher_bound)
             work = row_work(loss, teacher_CV, temperature)
             del teacher_CV  # The work keeps what it reads of them.
             for depth, output_VD in enumerate(heads):

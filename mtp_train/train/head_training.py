@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedBatch
-from mtp_train.heads.module import MtpHead, OutputRows
+from mtp_train.heads.head import Head
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
@@ -69,7 +69,7 @@ class HeadTraining(nn.Module):
     def __init__(
         self,
         states: States,
-        head: MtpHead,
+        head: Head,
         *,
         num_depths: int,
         kind: str,
@@ -82,7 +82,7 @@ class HeadTraining(nn.Module):
         super().__init__()
         self.states = states.requires_grad_(False).eval()
         # Before the first forward pass: states of shown layers are recorded during the pass.
-        self.ends.show_layers(head.trunk_layers)
+        self.ends.show_to(head)
         self.head = head
         head.freeze_unused(num_depths)
         self.num_depths = num_depths
@@ -137,8 +137,9 @@ class HeadTraining(nn.Module):
             if self._rows_RD is None:
                 self._rows_RD = lm_head_VD[vocab_R].to(self.compute_dtype)
             lm_head_VD = self._rows_RD
-            if own_heads is not None and not isinstance(self.head.module_for(1).lm_head, OutputRows):
-                own_heads = [own_VD[vocab_R] for own_VD in own_heads]
+            if own_heads is not None:
+                # A head may have the rows of the draft vocabulary alone.
+                own_heads = [own if len(own) == len(vocab_R) else own[vocab_R] for own in own_heads]
             # Tokens outside the draft vocabulary get a wrong index here. They are masked out of the loss, so it is
             # never read.
             targets_N = torch.searchsorted(vocab_R, targets_N).clamp(max=len(vocab_R) - 1)
@@ -151,6 +152,8 @@ class HeadTraining(nn.Module):
             kind=self.kind,
             temperature=self.temperature,
             own_heads=own_heads,
+            # A head that shares the trunk's matrix has its bound too: without it on both sides, their optimum is one.
+            teacher_bound=None if own_heads is None else self.ends.logit_bound,
             compute_dtype=self.compute_dtype,
             used_N=used_N,
         )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.head import Head
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
@@ -230,7 +230,7 @@ def measure_start(run: Training, selection: Selection) -> None:
     save(run, 0)
 
 
-def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
+def resume(state_dir: Path, head: Head, selection: Selection | None, accelerator: Accelerator) -> int:
     """Load the newest whole state's weights and best head; return its step, 0 if there is none.
 
     Broken states are removed, and named in a warning.
@@ -284,7 +284,7 @@ def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bo
     return done >= options.max_steps or (selection is not None and selection.is_exhausted)
 
 
-def chosen_weights(head: MtpHead, state_dir: Path, selection: Selection | None) -> dict[str, Tensor]:
+def chosen_weights(head: Head, state_dir: Path, selection: Selection | None) -> dict[str, Tensor]:
     return head_state(head) if selection is None else best_weights(state_dir)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.alignment import shift_left, valid_targets
-from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
+from mtp_train.heads.head import Head
 from mtp_train.losses.chunked import align_to_targets
 from mtp_train.trunk.ends import Ends
 
@@ -23,6 +22,7 @@ class AlignedRows(NamedTuple):
     """Inputs of losses and metrics, all depths aligned by target row."""
 
     student_KND: Tensor
+    """The head's states, which may have another width than the trunk's."""
     teacher_ND: Tensor
     targets_N: Tensor
     valid_KN: Tensor
@@ -43,7 +43,7 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractCont
 
 def aligned_rows(
     ends: Ends,
-    head: MtpHead,
+    head: Head,
     batch: PackedBatch,
     hidden_BTD: Tensor,
     num_depths: int,
@@ -61,8 +61,7 @@ def aligned_rows(
     """
     state_BTD = ends.head_input(hidden_BTD, head.convention)
     with autocasting(hidden_BTD.device, autocast):
-        starts = unroll(
-            head,
+        starts = head.unroll(
             state_BTD,
             batch.tokens_BT,
             head.embedding(ends.embed),

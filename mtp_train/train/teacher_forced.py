@@ -12,19 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mtp_train.acceptance.counts import entropy, overlap
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.head import Head
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
 from mtp_train.trunk.ends import Ends, draft_logits
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
     from mtp_train.train.packed_rows import AlignedRows
+
+AnyHead = TypeVar("AnyHead", bound=Head)
 
 
 class TargetFigures(NamedTuple):
@@ -75,7 +77,7 @@ class DenseSums(NamedTuple):
 
 
 def target_figures(
-    rows: AlignedRows, ends: Ends, head: MtpHead, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
+    rows: AlignedRows, ends: Ends, head: Head, *, temperature: float = 1.0, draft_vocab_R: Tensor | None = None
 ) -> TargetFigures:
     """Return the figures of all target rows. Only p and q of one chunk of rows are held at a time.
 
@@ -97,13 +99,13 @@ def target_figures(
         for depth in range(len(valid_KN)):
             # The output matrix multiplies the trunk's states in their dtype: convert the head's to it.
             state_CD = rows.student_KND[depth, chunk].to(rows.teacher_ND.dtype)
-            q_CV = _softmax(head.module_for(depth + 1).project(state_CD, logits), temperature)
+            q_CV = _softmax(head.project(depth + 1, state_CD, logits), temperature)
             agreed_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
             overlap_KN[depth, chunk] = overlap(p_CV, q_CV)
     return TargetFigures(agreed_KN, overlap_KN, entropy_N)
 
 
-def dense_sums(rows: AlignedRows, ends: Ends, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
+def dense_sums(rows: AlignedRows, ends: Ends, head: Head, draft_vocab_R: Tensor | None = None) -> DenseSums:
     """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
     agreed_KN, overlap_KN, entropy_N = target_figures(rows, ends, head, draft_vocab_R=draft_vocab_R)
@@ -127,7 +129,7 @@ def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
 
 
 @contextmanager
-def many_rows(trunk: Ends, head: MtpHead) -> Iterator[MtpHead]:
+def many_rows(trunk: Ends, head: AnyHead) -> Iterator[AnyHead]:
     """Run a trunk over many rows in the faster precision, and yield the head to run with it.
 
     Where the device is slow in the dtype in which they are held, the trunk computes in fp32 and the head is a copy in

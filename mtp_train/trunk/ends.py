@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import OutputRows
 from mtp_train.trunk.precision import Scratch, computing_in
 from mtp_train.upstream.transformers_private import kept_in_fp32
@@ -36,11 +37,13 @@ class Ends(nn.Module):
         super().__init__()
         self.model: Any = model
         self.family = family
-        # The c of "c tanh(logits / c)"; Gemma has one.
-        self._logit_bound = self.config.to_dict().get("final_logit_softcapping")
+        self.logit_bound: float | None = self.config.to_dict().get("final_logit_softcapping")
+        """The c of ``c tanh(logits / c)``; Gemma has one."""
         self._fp32_lm_head = any("lm_head" in name for name in kept_in_fp32(self.causal_lm))
         self.shown_layers: tuple[int, ...] = ()
         """See :meth:`show_layers`."""
+        self.shows_keys = False
+        """See :meth:`show_to`."""
         self._last_width = family.state_width(self.config)
         self._is_view = is_view
         self._logit_divisor = family.divisor(self.config)
@@ -85,6 +88,15 @@ class Ends(nn.Module):
         # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
         return part.forward(given) if self._is_view else part(given)
 
+    def show_to(self, head: Head) -> None:
+        """Append what a head reads to the hidden states: inputs of layers (:meth:`show_layers`), then keys and values.
+
+        Keys (after the rotary embedding) and values are those of ``TrunkTraits.key_shapes``: of each type of layers the
+        keys, then the values, flattened. Hidden states of windows lack them, as drafters read the decoder's cache.
+        """
+        self.show_layers(head.trunk_layers)
+        self.shows_keys |= head.reads_keys
+
     def show_layers(self, layers: tuple[int, ...]) -> None:
         """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
 
@@ -102,6 +114,11 @@ class Ends(nn.Module):
     @property
     def state_width(self) -> int:
         """The width D of the result of :meth:`hidden`."""
+        keys = self.family.trunk.key_shapes(self.config).values() if self.shows_keys else ()
+        return self._keys_start + sum(2 * heads * width for heads, width in keys)
+
+    @property
+    def _keys_start(self) -> int:
         return self._last_width + len(self.shown_layers) * int(self.config.hidden_size)
 
     @property
@@ -151,8 +168,10 @@ class Ends(nn.Module):
             return self._after_norm(hidden)
         if convention.hidden == "before_final_norm":
             return hidden[..., : self._last_width]
+        if convention.hidden == "with_keys":
+            return torch.cat([self._after_norm(hidden), hidden[..., self._keys_start :]], dim=-1)
         # The states of :meth:`show_layers`.
-        return hidden[..., self._last_width :]
+        return hidden[..., self._last_width : self._keys_start]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.project(self.normed(hidden))
@@ -164,7 +183,7 @@ class Ends(nn.Module):
         rows = (state.float() if self._fp32_lm_head else state).reshape(-1, state.shape[-1])
         logits: Tensor = self.causal_lm.lm_head(rows)[:, : self._real_vocab]
         logits = logits.reshape(*state.shape[:-1], logits.shape[-1])
-        bound = self._logit_bound
+        bound = self.logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -44,7 +45,7 @@ from mtp_train.checkpoints.quantised import (
     require_whole_blocks,
 )
 from mtp_train.checkpoints.writing import PendingTensor
-from mtp_train.errors import CheckpointError, one_line
+from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Family
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
@@ -200,10 +201,20 @@ class Trunk(Ends):
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Return the last hidden state, the input of :meth:`logits` and :meth:`head_input`. Shape (B, T, D).
 
-        In a trunk with residual streams, D is the width of all streams. The states of :meth:`show_layers` come after
-        it.
+        In a trunk with residual streams, D is the width of all streams. The states of :meth:`show_to` come after it.
         """
-        return self.last_state(self.decoder(input_ids=tokens_BT, use_cache=False))
+        if not self.shows_keys:
+            return self.last_state(self.decoder(input_ids=tokens_BT, use_cache=False))
+        output = self.decoder(input_ids=tokens_BT, use_cache=False, return_shared_kv_states=True)
+        keys, kinds = output.shared_kv_states or {}, self.family.trunk.key_shapes(self.config)
+        if not keys.keys() >= kinds.keys():
+            raise UnsupportedModelError(
+                f"transformers: release {transformers.__version__} returns no keys of a trunk whose layers share none; "
+                "expected those of its last layers, which the head reads. Run pip install 'transformers>=5.24'."
+            )
+        shown = [one.transpose(1, 2).flatten(2) for kind in kinds for one in keys[kind]]
+        state = self.last_state(output)
+        return torch.cat([state, *(one.to(state.device) for one in shown)], dim=-1)
 
     @without_cudnn_attention()
     def window_hidden(

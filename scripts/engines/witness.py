@@ -160,7 +160,7 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
         TRUNK_MIXER: has_streams,
         OTHER_TOKENS: draft_vocab_R is not None,
         OTHER_ORDER: len(head.blocks) > 1,
-        OTHER_PREFIX: head.unroll in ("chained", "chained_drafts"),
+        OTHER_PREFIX: head.chaining in ("chained", "chained_drafts"),
     }
     for control in (*CONTROLS, *(name for name, shows in more.items() if shows)):
         entry = compare(replace(task, control=control))

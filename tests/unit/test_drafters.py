@@ -18,10 +18,10 @@ from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPl
 from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.heads.module import Unroll
+from mtp_train.heads.module import Chaining
 from plain_decoding import plain_greedy
 from scripted import PassingDrafting, RereadingDrafting, made, random_prompt
-from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, CHAININGS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
 
@@ -264,9 +264,9 @@ def outside(ids_R: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "at_temperature"])
-@pytest.mark.parametrize("kind", UNROLLS)
+@pytest.mark.parametrize("kind", CHAININGS)
 def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
-    kind: Unroll, sampled: bool, draft_sampling: DraftSampling
+    kind: Chaining, sampled: bool, draft_sampling: DraftSampling
 ) -> None:
     trunk = trunk_of("qwen3_5")
     head = head_of(trunk, kind, 3)

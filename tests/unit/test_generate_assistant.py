@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from assistants import HAS_ASSISTANTS, assistant_head, tiny_assistant, tiny_gemma_trunk
 from byte_tokenizer import byte_tokenizer
 from checkpoints import rewrite
 from gguf_files import VOCAB_SIZE
 from json_files import read_json
 from mtp_inference import AssistantDrafting, SpeculativeDecoder
 from mtp_train.cli.main import main
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
 from runs import Capture, document, refusal
@@ -58,7 +57,7 @@ def test_the_text_is_the_trunks_and_the_drafts_are_the_assistants(
 ) -> None:
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
     eos = frozenset([byte_tokenizer().eos_token_id])
-    drafting = AssistantDrafting(tiny_assistant(vocab_size=VOCAB_SIZE), GEMMA4_ASSISTANT)
+    drafting = AssistantDrafting(assistant_head(tiny_assistant(vocab_size=VOCAB_SIZE)))
     expected = SpeculativeDecoder(trunk, drafting, 2, eos).generate(prompts, max_new_tokens=20)
     found = generated(saved_trunk, "--head", saved_assistant, "--depth", 2, capfd=capfd)
     for prompt, one, other in zip(prompts, found["requests"], expected, strict=True):

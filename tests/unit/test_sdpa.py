@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import mtp_train.heads.step
-from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
+from assistants import HAS_ASSISTANTS, assistant_head, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_train.data.pack import PackedBatch
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads import attention
 from mtp_train.heads.alignment import prefix_mask, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
@@ -83,7 +82,7 @@ MODELS: dict[str, Callable[[], tuple[Trunk, Drafting]]] = {
     "full": lambda: heads("glm4_moe"),
     "recurrent": lambda: heads("qwen3_5"),
     "latent": lambda: heads("deepseek_v3"),
-    "assistant": lambda: (tiny_gemma_trunk("shared"), AssistantDrafting(tiny_assistant("shared"), GEMMA4_ASSISTANT)),
+    "assistant": lambda: (tiny_gemma_trunk("shared"), AssistantDrafting(assistant_head(tiny_assistant("shared")))),
 }
 
 

@@ -54,7 +54,7 @@ class _HeadDrafter(Drafter):
 
     def _logits(self, depth: int, hidden_B1D: Tensor) -> Tensor:
         hidden_B1D = hidden_B1D.to(self.trunk.lm_head_VD.dtype)
-        return self.head.module_for(depth).project(hidden_B1D, self.logits)
+        return self.head.project(depth, hidden_B1D, self.logits)
 
 
 class ParallelDrafter(_HeadDrafter, StateDrafter):
@@ -115,7 +115,7 @@ class _CachedDrafter(_HeadDrafter):
         """
         mask_B1TS = self.cache.begin(window)[self._store(depth).kind]
         # In a chained module k, the rotary position of a row is its slot plus k-1.
-        ahead = depth - 1 if self.head.unroll == "chained" else 0
+        ahead = depth - 1 if self.head.chaining == "chained" else 0
         with attending_in_windows(self.head.config):
             return mtp_step(
                 self.head,
@@ -173,7 +173,7 @@ class _TextDrafter(_CachedDrafter):
         self.pending.clear()
 
     def _write_text(self, first: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
-        last = 1 if self.head.unroll == "recursive" else self.size.depth
+        last = 1 if self.head.chaining == "recursive" else self.size.depth
         for depth in range(first, last + 1):
             self._run_text(depth, hidden_RTD, tokens_RT, window)
 
@@ -317,7 +317,7 @@ class HeadDrafting(Drafting):
     def check(self, trunk: Trunk, depth: int) -> None:
         super().check(trunk, depth)
         head = self.head
-        if head.unroll != "recursive" and depth > len(head.blocks):
+        if head.chaining != "recursive" and depth > len(head.blocks):
             raise UnsupportedModelError(
                 f"depth: {depth}; expected at most {len(head.blocks)}, as this {head.family.title} head has one module "
                 f"per depth. Use depth {len(head.blocks)}."
@@ -326,7 +326,7 @@ class HeadDrafting(Drafting):
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         trunk.show_layers(self.head.trunk_layers)
         logits = draft_logits(trunk, self.draft_vocab_R, trunk.lm_head_VD.dtype)
-        return _DRAFTERS[self.head.unroll](trunk, self.head, logits, size)
+        return _DRAFTERS[self.head.chaining](trunk, self.head, logits, size)
 
 
 _DRAFTERS: dict[str, type[_HeadDrafter]] = {
