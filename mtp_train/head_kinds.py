@@ -3,7 +3,7 @@
 The recipe validates names against it. A kind is one file in ``mtp_train/families/kinds/``, or another package's
 (:func:`register_kind`), with its :class:`~mtp_train.families.kinds.kind.KindParts`.
 
-EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774).
+EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774); the assistant is Gemma 4's.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class HeadKind:
         name: The value of ``head.kind``.
         title: The name that tables and messages print.
         parts: ``module:name`` of its parts, imported at first use.
-        drafting: ``module:name`` of the function from a head and the tokens that it may draft (int, shape (R,), None
-            for all) to the decoder's ``Drafting``.
+        drafting: ``module:name`` of the function from a head, and the tokens that it may draft (int, shape (R,)) where
+            these are not all, to the decoder's ``Drafting``.
         has_file: Whether the head is stored in a checkpoint of its own, a draft model, and not in its trunk's.
         starts: The values of ``head.init`` that it can start from.
+        has_output: Whether it always has an output matrix of its own, so that no draft vocabulary can be chosen for it.
         parallel: Whether every depth has a module of its own, without attention, that reads the trunk's state alone.
         deepest: Largest number of drafts a round.
     """
@@ -41,6 +42,7 @@ class HeadKind:
     drafting: str = "mtp_inference.drafters.head_drafter:HeadDrafting"
     has_file: bool = True
     starts: tuple[str, ...] = ("random", "graft")
+    has_output: bool = False
     parallel: bool = False
     deepest: int = DEEPEST
 
@@ -48,9 +50,13 @@ class HeadKind:
         """Return the :class:`~mtp_train.families.kinds.kind.KindParts`."""
         return pkgutil.resolve_name(self.parts)
 
+    def make_head(self, *shape: Any, **wiring: Any) -> Any:
+        """Return the head, untrained; the arguments are those of ``MtpHead``."""
+        return pkgutil.resolve_name(self.load_parts().head)(*shape, **wiring)
+
     def draft_with(self, head: Any, draft_vocab_R: Any) -> Any:
         """Return the decoder's ``Drafting`` with a head."""
-        return pkgutil.resolve_name(self.drafting)(head, draft_vocab_R)
+        return pkgutil.resolve_name(self.drafting)(head, *([] if draft_vocab_R is None else [draft_vocab_R]))
 
 
 _PARTS = "mtp_train.families.kinds"
@@ -64,6 +70,14 @@ _KINDS = {
         HeadKind("eagle3", "EAGLE-3", f"{_PARTS}.eagle3:EAGLE3"),
         HeadKind("eagle", "EAGLE", f"{_PARTS}.eagle:EAGLE"),
         HeadKind("medusa", "Medusa", f"{_PARTS}.medusa:MEDUSA", parallel=True),
+        HeadKind(
+            "assistant",
+            "Gemma 4 assistant",
+            f"{_PARTS}.assistant:ASSISTANT",
+            drafting="mtp_inference.drafters.assistant_drafter:AssistantDrafting",
+            starts=("graft",),
+            has_output=True,
+        ),
     )
 }
 

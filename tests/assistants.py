@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from mtp_train.families.assistants import GEMMA4_ASSISTANT, building_assistant
-from mtp_train.heads.assistant import AssistantHead
+from mtp_train.families import of_kind
+from mtp_train.families.kinds.assistant import GEMMA4
+from mtp_train.heads.assistant import AssistantHead, building_assistant
 from mtp_train.trunk.load import Trunk
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, WEIGHT_STD
 
@@ -56,7 +58,7 @@ def tiny_gemma_trunk(variant: str = "shared", *, vocab_size: int = VOCAB_SIZE, s
     config.tie_word_embeddings = False
     model = AutoModelForCausalLM.from_config(config)
     randomise(model, seed)
-    return Trunk(model.requires_grad_(False).eval(), GEMMA4_ASSISTANT.trunk)
+    return Trunk(model.requires_grad_(False).eval(), GEMMA4)
 
 
 def tiny_assistant(
@@ -85,7 +87,7 @@ def tiny_assistant(
 
 def assistant_head(model: Any) -> AssistantHead:
     """Return a tiny assistant as a head, in eval mode."""
-    return AssistantHead(model, GEMMA4_ASSISTANT).eval()
+    return AssistantHead(copy.deepcopy(model), of_kind(GEMMA4, "assistant")).eval()
 
 
 def randomise(model: nn.Module, seed: int) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
@@ -22,11 +21,11 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.checkpoints.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
-from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
-from mtp_train.families import Assistant, Family, assistant_for
+from mtp_train.errors import CheckpointError, DataError
+from mtp_train.families import Family
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
-from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
+from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable
@@ -68,10 +67,6 @@ class OpenModel:
     """Name of the drafter; None for plain decoding."""
     plan: HeadPlan | None
     """Set if the drafter is a head."""
-    assistant: Assistant | None = None
-    """The record of an assistant, which reads the trunk's KV cache; None for another drafter."""
-    drafter: Checkpoint | None = None
-    """The checkpoint of the assistant."""
 
     @property
     def most_drafts(self) -> int:
@@ -107,11 +102,7 @@ class OpenModel:
         if self.plan is not None:
             head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
             return self.plan.family.kind.draft_with(head, self.plan.draft_vocab)
-        if self.head == NGRAM:
-            return NgramDrafting()
-        if self.drafter is None or self.assistant is None:
-            return None
-        return AssistantDrafting(load_assistant(self.drafter, self.assistant, dtype=dtype, device=device))
+        return NgramDrafting() if self.head == NGRAM else None
 
 
 def open_model(
@@ -136,18 +127,6 @@ def open_model(
     adapter_path = locate_adapter(adapter, location) if adapter else None
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
-    if head not in (None, OWN, NGRAM) and stored is None:
-        drafter = open_location(str(head))
-        assistant = assistant_for(drafter.config)
-        if assistant is not None:
-            # No family of MTP heads covers such a trunk.
-            family, found = assistant.trunk, checkpoint.text_config.get("model_type")
-            if found not in family.model_types:
-                raise UnsupportedModelError(
-                    f"{drafter.path}: a {assistant.title}, given for {checkpoint.path}, of model_type '{found}'; "
-                    f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
-                )
-            return OpenModel(checkpoint, family, adapter_path, quantization, head, None, assistant, drafter)
     plan = None if head in (None, NGRAM) else head_plan(checkpoint, str(head))
     return OpenModel(checkpoint, checkpoint.family, adapter_path, quantization, head, plan)
 

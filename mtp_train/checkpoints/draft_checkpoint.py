@@ -44,12 +44,18 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
         chosen_V[tokens_R] = True
         tensors.append(held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))))
         tensors.append(held_tensor(CHOSEN_KEY, "BOOL", chosen_V))
-    config = {
-        "architectures": list(stored.written_as),
-        "vocab_size": layer_config.vocab_size,
-        "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
-        **stored.config(layer_config, artifact.num_modules, source.text_config, None if vocab is None else len(vocab)),
-    }
+    config = (
+        artifact.draft_config
+        if stored.config is None
+        else {
+            "architectures": list(stored.written_as),
+            "vocab_size": layer_config.vocab_size,
+            "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
+            **stored.config(
+                layer_config, artifact.num_modules, source.text_config, None if vocab is None else len(vocab)
+            ),
+        }
+    )
     with new_directory(out, what="the draft model") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         write_json(directory / CONFIG_FILE, config)

@@ -149,8 +149,6 @@ def head_files(model: OpenModel) -> InputFiles | None:
     head = model.head
     if head is None or head in (OWN, NGRAM):
         return None
-    if model.drafter is not None:
-        return checkpoint_files(model.drafter)
     if is_head_directory(Path(head)):
         return directory_files(Path(head))
     return checkpoint_files(open_location(head))
@@ -165,8 +163,7 @@ def require_sound(models: Collection[OpenModel], progress: Progress) -> None:
     trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
     for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
-    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
-    for checkpoint in every.values():
+    for checkpoint, _ in trunks.values():
         require_finite_checkpoint(checkpoint, progress)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mtp_train.families.assistants import Assistant as Assistant
-from mtp_train.families.assistants import assistant_for as assistant_for
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.kinds.kind import draft_kind as draft_kind
 from mtp_train.families.kinds.kind import kinds_served as kinds_served

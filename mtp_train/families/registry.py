@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.assistants import assistant_for
+from mtp_train.families.kinds.assistant import GEMMA4
 from mtp_train.families.kinds.kind import draft_kind
 from mtp_train.families.models import after_the_trunk, beside_the_trunk
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
 FAMILIES: Sequence[Family] = (*beside_the_trunk.QWEN, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
-"""All families, in the order in which tables list them."""
+"""All families whose trunks have or get an MTP head, in the order in which tables list them."""
+_TRUNKS = (*FAMILIES, GEMMA4)
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
 _DSPARK = "its releases carry no MTP head but a DSpark drafter (mtp_dspark.*)"
 _IQUEST_DRAFTER = "external drafter of an IQuest-Q1 trunk, beside which it is served"
-_ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
 
 HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
@@ -29,7 +29,6 @@ HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("iquest_q1_mtp", "iquest_q1_mtp_recursive"), _IQUEST_DRAFTER),
     "kimi_k3": "vLLM alone has an MTP head for it, and transformers no class",
     **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "solar_open", "youtu", "axk1", "AXK1"), _UNSERVED),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
 }
 """Value of ``model_type`` to the reason why no head is handled."""
 
@@ -52,22 +51,15 @@ logits (Granite, Command R), transformers omits the scale inside of a wrapper; e
 
 def family_named(name: str) -> Family:
     """Return the family with this name; raise a KeyError if there is none."""
-    return {family.name: family for family in FAMILIES}[name]
+    return {family.name: family for family in _TRUNKS}[name]
 
 
 def family_for(config: RawConfig, *, where: str) -> Family:
     """Return the family of a raw ``config.json``.
 
     Raises:
-        UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
+        UnsupportedModelError: No family has the model type, or the config is a draft model's.
     """
-    assistant = assistant_for(config)
-    if assistant is not None:
-        raise UnsupportedModelError(
-            f"{where}: a {assistant.title}, an external drafter for {assistant.trunk.title} trunks without a head in "
-            "it; expected a checkpoint that has a head to put back or retrain. Serve it beside its trunk as it is: "
-            f"'mtp-train inspect {where}' prints the flags."
-        )
     kind = draft_kind(config)
     if kind is not None:
         raise UnsupportedModelError(
@@ -80,7 +72,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     if whole in HEADLESS and whole not in WRAPPERS:
         # Refuse such a wrapper even if a family has the type of its text config.
         model_type = whole
-    for family in FAMILIES:
+    for family in _TRUNKS:
         if {whole, model_type} & set(family.model_types):
             return in_wrapper(family, config, where=where)
     if model_type in HEADLESS:

@@ -319,8 +319,15 @@ class Family:
             UnsupportedModelError: The installed transformers lacks them, or the family has no head.
         """
         self.require_transformers()
+        return self.require_layer()
+
+    def require_layer(self) -> HeadLayer:
+        """Return the head's layer; raise an UnsupportedModelError for a trunk without a head in its checkpoint."""
         if self.layer is None:
-            raise UnsupportedModelError(f"head: {self.title} has no head; expected a family with one. Attach another.")
+            raise UnsupportedModelError(
+                f"head.kind: mtp for a trunk of {self.title}, whose releases carry no MTP head; expected its drafter, "
+                "a checkpoint of its own: the assistant. Pass it to generate as --head, and to rescue as --from."
+            )
         return self.layer
 
     def require_transformers(self) -> None:

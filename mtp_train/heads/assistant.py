@@ -11,19 +11,21 @@ the assistant's hidden size, C centroids chosen of M tokens each (N = C * M), V 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from mtp_train.families import Assistant
+from mtp_train.families import Convention, Family
 from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
 from mtp_train.heads.attention import HEAD_ATTENTION, without_cudnn_attention
 from mtp_train.heads.head import Head
 from mtp_train.heads.step import StepOutput
-from mtp_train.upstream.transformers_private import set_attention
+from mtp_train.upstream.transformers_private import replacing, set_attention
 
 # As in transformers, whose code the models' authors wrote. All drafts of a round have the same position: that of the
 # last token that the trunk has read, and this offset. A sliding layer's window, counted with that token, has so many
@@ -45,20 +47,31 @@ class AssistantHead(Head):
     and they stand for rows of that tensor.
 
     Args:
-        model: transformers' model of the assistant.
-        assistant: The record of the assistant.
+        model: transformers' model of the assistant, whose lm_head it takes off.
+        family: The record of the trunk's family with an assistant.
     """
 
     reads_keys = True
 
-    def __init__(self, model: Any, assistant: Assistant) -> None:
+    def __init__(self, model: Any, family: Family) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False)
-        self.assistant = assistant
-        self.convention = assistant.trunk.wiring.default
+        # Tied to the embedding, it would be a second parameter in states and files.
+        del model.lm_head
+        self.blocks = nn.ModuleList([model.requires_grad_(False)])
+        self.family = family
+        self.convention = family.wiring.default
         for part in (model.pre_projection, model.post_projection, model.model.layers, model.model.norm):
             part.requires_grad_(True)
         set_attention(self.config, HEAD_ATTENTION)
+
+    @property
+    def model(self) -> Any:
+        return self.blocks[0]
+
+    @property
+    def output_VA(self) -> Tensor:
+        """The output matrix, which is the assistant's own embedding."""
+        return self.model.model.embed_tokens.weight
 
     @property
     def config(self) -> Any:
@@ -129,7 +142,7 @@ class AssistantHead(Head):
 
     def _split(self, hidden_BTE: Tensor) -> tuple[Tensor, SharedKeys]:
         """Return the hidden state and the keys that a trunk shows together, see ``Ends.show_to``."""
-        shapes = self.assistant.trunk.trunk.key_shapes(self.config)
+        shapes = self.family.trunk.key_shapes(self.config)
         sizes = [heads * width for heads, width in shapes.values() for _ in ("keys", "values")]
         hidden_BTD, *flat = hidden_BTE.split([self.trunk_width, *sizes], dim=-1)
         pairs = zip(flat[::2], flat[1::2], strict=True)
@@ -142,20 +155,20 @@ class AssistantHead(Head):
         }
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor]:
-        return [self.model.lm_head.weight] * num_depths
+        return [self.output_VA] * num_depths
 
     def project(self, depth: int, state: Tensor, shared: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return logits (..., V). With centroids, tokens outside the best ones get minus infinity."""
-        weight_VA, centroids = self.model.lm_head.weight, self.model.masked_embedding
+        weight_VA, centroids = self.output_VA, self.model.masked_embedding
         if centroids is None:
-            return self.model.lm_head(state)
+            return state @ weight_VA.T
         chosen = centroids.centroids(state).topk(centroids.centroid_intermediate_top_k).indices
         tokens = centroids.token_ordering.long().view(centroids.num_centroids, -1)[chosen].flatten(-2)
         # Of many rows, the chosen rows of the matrix are together larger than the matrix.
         if tokens.numel() < len(weight_VA):
             logits = (weight_VA[tokens] @ state[..., None]).squeeze(-1)
         else:
-            logits = self.model.lm_head(state).gather(-1, tokens)
+            logits = (state @ weight_VA.T).gather(-1, tokens)
         # transformers gives the other tokens slightly less than the smallest of these logits; we never draft them.
         nothing = logits.new_full((*logits.shape[:-1], len(weight_VA)), -torch.inf)
         return nothing.scatter(-1, tokens, logits)
@@ -164,3 +177,20 @@ class AssistantHead(Head):
         """Freeze the projection of the state to recycle, if there is one depth."""
         if num_depths == 1:
             self.model.post_projection.requires_grad_(False)
+
+
+def assistant_head(
+    family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention
+) -> AssistantHead:
+    """Build an assistant as its own config has it, see :class:`mtp_train.families.kinds.assistant.AssistantParts`."""
+    config = family.classes.config(text_config, num_modules)
+    with building_assistant(config.get_text_config()):
+        return AssistantHead(AutoModelForCausalLM.from_config(config), family)
+
+
+def building_assistant(text_config: PretrainedConfig) -> AbstractContextManager[None]:
+    """Allow building a model whose layers all reuse the trunk's keys; transformers 5.23.0 refuses such assistants."""
+    if not hasattr(type(text_config), "kv_sharing_modes"):
+        return nullcontext()
+    every_layer = property(lambda config: ["reuse"] * config.num_hidden_layers)
+    return replacing(type(text_config), kv_sharing_modes=every_layer)

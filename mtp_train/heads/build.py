@@ -26,6 +26,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
 from mtp_train.families.kinds.kind import Block, described_by
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead, OutputRows, chaining_of
 
 FreshStart = Literal["copy_last_layer", "random"]
@@ -105,10 +106,10 @@ def graft_artifact_plan(
     )
 
 
-def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
+def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> Head:
     """Build the head of a plan and load its weights, cast to ``dtype``."""
     convention = plan.family.convention(plan.convention)
-    head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
+    head = plan.family.kind.make_head(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
     for key, value in native.items():
         require_finite(key, value)

@@ -25,7 +25,6 @@ from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, m
 from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import Family
-from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
 
 DSPARK_BLOCK = "dspark_block_size"
@@ -198,7 +197,7 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
     """Return the state dict of a head for a config, on the meta device."""
     with torch.device("meta"):
-        head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
+        head = family.kind.make_head(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     return head.state_dict()
 
 

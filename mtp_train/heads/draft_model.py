@@ -1,7 +1,6 @@
-"""Read drafters in a directory of their own: draft models, written by us or by a third party, and external drafters.
+"""Read draft models: heads of other kinds than MTP in a directory of their own, written by us or by a third party.
 
-A draft model is a head of another kind than MTP. Its copy of the trunk's embedding is not read, but has to equal the
-trunk's. An external drafter ("assistant") is a small model, run by transformers.
+A copy of the trunk's embedding in it is not read, but has to equal the trunk's.
 
 Shapes: D hidden, R tokens that it may draft, V vocabulary.
 """
@@ -15,22 +14,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from mtp_train.checkpoints.artifact import HeadPlan, OwnOutput
 from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
-from mtp_train.checkpoints.quantised import PLAIN_DTYPES, is_scale
+from mtp_train.checkpoints.quantised import PLAIN_DTYPES
 from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.families import Assistant, Family, draft_kind, of_kind
-from mtp_train.families.assistants import building_assistant
+from mtp_train.families import Family, draft_kind, of_kind, raw_text_config
 from mtp_train.families.kinds.kind import DraftFormat, described_by
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
-from mtp_train.heads.assistant import AssistantHead
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     compare_shapes,
@@ -38,14 +35,13 @@ from mtp_train.heads.diagnose import (
     layout_of,
     named_rejections,
     text_config_of,
-    trunk_config,
 )
-from mtp_train.upstream.transformers_private import quiet_loading
 
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 _BESIDE = (OUTPUT_KEY, EMBED_KEY, OFFSETS_KEY, TOKENS_KEY, CHOSEN_KEY, BIAS_KEY)
+_WHOLE_NUMBERS = (OFFSETS_KEY, CHOSEN_KEY, TOKENS_KEY, "masked_embedding.token_ordering")
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,12 @@ class DraftModel:
     def config(self) -> Mapping[str, Any]:
         """The config, with the nested config of the layer merged into the top level."""
         config = self.checkpoint.config
-        return {**config, **(config.get("transformer_layer_config") or {})}
+        return {**raw_text_config(config), **config, **(config.get("transformer_layer_config") or {})}
+
+    @property
+    def stand_in(self) -> Family:
+        """A family with such heads: what a draft model has to contain does not depend on its trunk's family."""
+        return self.kind.load_parts().only_trunk or LLAMA
 
     @property
     def num_modules(self) -> int:
@@ -142,12 +143,11 @@ def draft_model(checkpoint: Checkpoint) -> DraftModel | None:
 def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     """Compare the tensor keys of a draft model with those that its config needs; allocates no weights."""
     found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
-    # The head does not depend on the family of the trunk: any record does here.
     hidden_size = draft.number("hidden_size")
     vocab_size = draft.number("vocab_size")
     num_modules = draft.num_modules
     with named_rejections(draft.checkpoint.path):
-        family = draft.family(LLAMA)
+        family = draft.family(draft.stand_in)
         # A stand-in for the trunk's config: the head needs only these sizes of it.
         text_config = LlamaConfig(hidden_size=hidden_size, vocab_size=vocab_size, num_attention_heads=1)
         empty = empty_head(family, text_config, num_modules)
@@ -164,7 +164,7 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
         dtype_errors=tuple(
             f"{key}: found {info.dtype}, expected a floating-point dtype"
             for key, info in draft.checkpoint.tensors.items()
-            if key not in (OFFSETS_KEY, CHOSEN_KEY, TOKENS_KEY) and info.dtype not in PLAIN_DTYPES
+            if key not in _WHOLE_NUMBERS and info.dtype not in PLAIN_DTYPES
         ),
     )
 
@@ -187,18 +187,17 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
             f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a complete {draft.title}. Download or "
             "export it again."
         )
-    of_trunk = text_config_of(trunk).to_dict()
-    for name in ("hidden_size", "vocab_size"):
-        if draft.config.get(name) != of_trunk[name]:
+    family = draft.family(trunk.family)
+    for name, (theirs, ours) in draft.format.sizes(draft.config, text_config_of(trunk)).items():
+        if theirs != ours:
             raise CheckpointError(
-                f"{draft.checkpoint.path}: {name} is {draft.config.get(name)}, in {trunk.path} it is {of_trunk[name]}; "
-                "expected a draft model of this trunk. Use the trunk that it was made for."
+                f"{draft.checkpoint.path}: {name} is {theirs}, in {trunk.path} it is {ours}; expected a draft model of "
+                "this trunk. Use the trunk that it was made for."
             )
     _require_same_embedding(draft, trunk)
     problem = values_problem(draft)
     if problem is not None:
         raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
-    family = draft.family(trunk.family)
     tensors = tuple(
         stored_tensor(draft.checkpoint, key, draft.renamed(key))
         for key in draft.checkpoint.tensors
@@ -208,7 +207,8 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft.checkpoint))
     layout = replace(layout_of(trunk), family=family)
-    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output, draft.config)
+    config = draft.checkpoint.config if draft.format.config is None else draft.config
+    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output, config)
 
 
 def _drafted_tokens(checkpoint: Checkpoint) -> Tensor | None:
@@ -276,42 +276,3 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
             f"{checkpoint.path}: {EMBED_KEY} differs from the embedding of {trunk.path}; expected the same values, as "
             "the trunk's embedding is used in its place. Use the trunk that the draft model was made for."
         )
-
-
-def diagnose_assistant(checkpoint: Checkpoint) -> HeadDiagnosis:
-    """Compare an external drafter's tensor keys with the parameters of transformers' class; allocates no weights.
-
-    A tied lm_head may be stored or left out.
-    """
-    config = trunk_config(checkpoint.path)
-    with (
-        named_rejections(checkpoint.path),
-        building_assistant(config.get_text_config()),
-        torch.device("meta"),
-    ):
-        model = AutoModelForCausalLM.from_config(config)
-    known = {name: value.shape for name, value in model.state_dict().items()}
-    # named_parameters lists tied parameters once, under their first name.
-    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    found = {name: info.shape for name, info in checkpoint.tensors.items() if not is_scale(name, checkpoint.tensors)}
-    needed = {name: shape for name, shape in known.items() if name in once or name in found}
-    return HeadDiagnosis(1, int(bool(found)), tuple(found), *compare_shapes(found, needed))
-
-
-def load_assistant(
-    checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> AssistantHead:
-    """Load an external drafter, in eval mode.
-
-    Raises:
-        CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
-    """
-    diagnosis = diagnose_assistant(checkpoint)
-    if not diagnosis.complete:
-        raise CheckpointError(
-            f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
-        )
-    config = trunk_config(checkpoint.path)
-    with quiet_loading(), building_assistant(config.get_text_config()):
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
-    return AssistantHead(model, assistant).to(device).eval()

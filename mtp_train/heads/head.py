@@ -10,12 +10,15 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from mtp_train.families import Convention
+from mtp_train.families import Convention, Family
 
 
 class Head(nn.Module):
     """A head that drafts several tokens from the states of a frozen trunk."""
 
+    blocks: nn.ModuleList
+    """All its weights."""
+    family: Family
     convention: Convention
     """Its ``hidden`` names the trunk's states that :meth:`unroll` takes."""
     trunk_layers: tuple[int, ...] = ()

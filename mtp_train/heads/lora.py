@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from mtp_train.errors import RecipeError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.experts import is_stacked
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.head import Head
 
 
 class LoraSettings(Protocol):
@@ -26,7 +26,7 @@ class LoraSettings(Protocol):
     """Layers to adapt, by the last part of their names; None for all linear layers and experts."""
 
 
-def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
+def put_on_lora(head: Head, spec: LoraSettings, *, seed: int) -> Any:
     """Add low-rank matrices to a head, in place, and leave only those matrices trainable.
 
     Modules that are frozen without LoRA get no matrices: indexers, and a module's own output matrix.
@@ -57,7 +57,7 @@ def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
     return targets is None or name.rpartition(".")[-1] in targets
 
 
-def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_weights(head: Head, spec: LoraSettings, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Merge LoRA's matrices into a head as it was before training, in place; return its state dict.
 
     Modules that no depth uses have no matrices.
@@ -73,7 +73,7 @@ def require_lora_targets(
 ) -> int:
     """Return the number of trainable weights with LoRA on a head of these shapes; allocates none of them."""
     with torch.device("meta"):
-        head = MtpHead(family, text_config, num_modules=num_modules, convention=convention)
+        head = family.kind.make_head(family, text_config, num_modules=num_modules, convention=convention)
         put_on_lora(head, spec, seed=0)
     return sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
 

@@ -148,9 +148,9 @@ def _decode(
     depth, variables, head = asked.depth, given["chat_template_kwargs"], given["head"]
     if variables and not given["chat"]:
         raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
-    # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
+    # Depth 0 needs no head.
     model = open_model(given["checkpoint"], OWN if head is None and depth else head, adapter=given["adapter"])
-    require_sound([model if depth else replace(model, drafter=None)], progress)
+    require_sound([model], progress)
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
@@ -161,8 +161,6 @@ def _decode(
         where = f"--prompt {number}"
         prompts.append(prompt_tokens(tokenizer, text, chat=given["chat"], where=where, variables=variables))
         refuse_images(prompts[-1], model.image_ids, where)
-    if model.drafter is not None and model.assistant is not None and depth:
-        progress.console.print(f"drafting with {model.drafter.path}, a {model.assistant.title}", highlight=False)
     decoder = SpeculativeDecoder.from_open_model(
         model, tokenizer, depth=depth or 0, device=device, draft_sampling=given["draft_sampling"]
     )
@@ -178,7 +176,6 @@ def _decode(
         "depth": depth,
         "mtp": asked.mtp,
         **asdict(asked.sampling),
-        "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,

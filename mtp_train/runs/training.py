@@ -24,8 +24,8 @@ from mtp_train.errors import DataError
 from mtp_train.families.kinds.kind import serves_draft_vocab
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.head import Head
 from mtp_train.heads.lora import merged_weights, put_on_lora
-from mtp_train.heads.module import MtpHead
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.resolve import lr_choice
@@ -182,7 +182,7 @@ def described(metrics: Mapping[str, Any]) -> str:
     return ", ".join(["training the head", *found])
 
 
-def head_training(recipe: Recipe, states: States, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
+def head_training(recipe: Recipe, states: States, head: Head, draft_vocab: torch.Tensor | None) -> HeadTraining:
     return HeadTraining(
         states,
         head,

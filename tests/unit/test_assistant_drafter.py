@@ -27,12 +27,13 @@ from assistants import (
 from checkpoints import rewrite
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import RoundPlan
+from mtp_inference.opening import head_plan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads import assistant as assistant_module
-from mtp_train.heads.draft_model import load_assistant
+from mtp_train.heads.build import build_head
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from plain_decoding import hidden_after, plain_greedy
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
@@ -204,16 +205,21 @@ def test_q_is_zero_outside_the_chosen_centroids(name: str, num_tokens: int) -> N
     assert torch.equal((q_BKV > 0).sum(-1), torch.full((len(prompts()), 2), num_tokens))
 
 
-def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
-    assistant().save_pretrained(tmp_path)
-    loaded = load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
-    stored = assistant().state_dict()
+@pytest.mark.parametrize("name", [*VARIANTS, "ordered"])
+def test_it_is_loaded_whole_or_not_at_all(name: str, tmp_path: Path) -> None:
+    one, directory = pair(name), tmp_path / "assistant"
+    one.trunk.causal_lm.save_pretrained(tmp_path / "trunk")
+    one.model.save_pretrained(directory)
+    target = open_checkpoint(tmp_path / "trunk")
+    plan = head_plan(target, str(directory))
+    loaded = build_head(plan, text_config_of(target), dtype=torch.float32)
+    stored = one.model.state_dict()
+    del stored["lm_head.weight"]
+    assert loaded.model.state_dict().keys() == stored.keys()
     assert all(torch.equal(value, stored[name]) for name, value in loaded.model.state_dict().items())
-    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
-    assert not loaded.training
-    rewrite(tmp_path, lambda tensors: tensors.pop("post_projection.weight"))
+    rewrite(directory, lambda tensors: tensors.pop("post_projection.weight"))
     with pytest.raises(CheckpointError, match=r"keys missing: post_projection.weight"):
-        load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
+        head_plan(target, str(directory))
 
 
 def test_a_trunk_it_was_not_made_for_is_refused() -> None:

@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, capfd: Capture) -> None:
     found = document(["inspect", saved], capfd)
-    assert (found["family"], found["status"], found["cure"]) == ("gemma4_assistant", "healthy", None)
+    assert (found["family"], found["status"], found["cure"]) == ("assistant", "healthy", None)
     assert (found["missing_keys"], found["unexpected_keys"], found["shape_errors"]) == ([], [], [])
     assert f"hidden size {TRUNK_HIDDEN}" in found["note"]
     vllm = shlex.split(found["serves"]["vllm"])

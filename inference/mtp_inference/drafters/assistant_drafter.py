@@ -24,8 +24,7 @@ class AssistantDrafting(Drafting):
     """Draft with an assistant model that attends to the trunk's keys, such as Gemma 4's.
 
     Args:
-        head: The assistant, on the trunk's device and in its dtype. ``load_assistant`` in
-            ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
+        head: The assistant, on the trunk's device and in its dtype; ``from_pretrained(..., head=ASSISTANT)`` loads it.
     """
 
     def __init__(self, head: AssistantHead) -> None:
@@ -36,7 +35,7 @@ class AssistantDrafting(Drafting):
         hidden, vocab = self.head.trunk_width, len(self.head.own_lm_heads(1)[0])
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(
-                f"{self.head.assistant.title}: made for a hidden size of {hidden} and {vocab} tokens; found a trunk of "
+                f"{self.head.family.title}: made for a hidden size of {hidden} and {vocab} tokens; found a trunk of "
                 f"{trunk.lm_head_VD.shape[1]} and {trunk.lm_head_VD.shape[0]}. Use the trunk that it was made for."
             )
 

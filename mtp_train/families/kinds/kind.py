@@ -47,6 +47,10 @@ class Block(nn.Module):
         return shared(state) if self.lm_head is None else self.lm_head(state)
 
 
+def _sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any, Any]]:
+    return {name: (config.get(name), getattr(trunk, name)) for name in ("hidden_size", "vocab_size")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftFormat:
     """How a draft model is stored: its ``config.json``, and its tensors beside the head's own."""
@@ -56,9 +60,16 @@ class DraftFormat:
     supports."""
     read_as: tuple[str, ...] = ()
     """Further values that third parties write."""
-    config: Callable[[PretrainedConfig, int, RawConfig, int | None], dict[str, Any]]
+    model_types: tuple[str, ...] = ()
+    """Values of ``model_type`` that no other checkpoint has."""
+    config: Callable[[PretrainedConfig, int, RawConfig, int | None], dict[str, Any]] | None = None
     """The layers' config, the number of modules, the trunk's raw text config and the number of tokens that may be
-    drafted (None for all) to the ``config.json`` for engines, without architectures, dtype and vocab_size."""
+    drafted (None for all) to the ``config.json`` for engines, without architectures, dtype and vocab_size. None: the
+    config is that of the checkpoint that the head started from."""
+    trunk_size: str = "hidden_size"
+    """Field of the draft model's config with the hidden size of its trunk."""
+    sizes: Callable[[RawConfig, PretrainedConfig], Mapping[str, tuple[Any, Any]]] = _sizes
+    """The draft model's raw config and its trunk's text config to the values that have to be equal, by name."""
     modules_field: str | None = None
     """Field with the number of modules. None: there is one module."""
     drafted_field: str | None = None
@@ -81,7 +92,7 @@ class DraftFormat:
     def describes(self, config: RawConfig) -> bool:
         """Return whether a raw ``config.json`` is a draft model's of this format."""
         names = config.get("architectures") or []
-        if any(name in (*self.written_as, *self.read_as) for name in names):
+        if config.get("model_type") in self.model_types or {*names} & {*self.written_as, *self.read_as}:
             return True
         # Releases of EAGLE-3's authors declare their trunk's class; no trunk has a draft vocabulary.
         return names == ["LlamaForCausalLM"] and self.drafted_field is not None and bool(config.get(self.drafted_field))
@@ -95,13 +106,17 @@ _SERVERS = ("vllm", "sglang", "llama.cpp")
 class KindParts:
     """What a kind of head is made of. By itself: a head that its trunk's checkpoint has, and its family describes."""
 
-    module: Callable[[Family, PretrainedConfig, int], Block]
-    """The family's record, the config of the head's layers and the number of the module to the module."""
+    head: str = "mtp_train.heads.module:MtpHead"
+    """``module:name`` of the function that builds the head, with the arguments of ``MtpHead``."""
+    module: Callable[[Family, PretrainedConfig, int], Block] | None = None
+    """The family's record, the config of the head's layers and the number of the module to the module of ``MtpHead``;
+    None for another head."""
     format: DraftFormat | None = None
     """How the head is stored in a file of its own; None for a head in its trunk's checkpoint."""
 
     def on(self, trunk: Family, kind: HeadKind) -> Family:
         """Return the record of a trunk's family with such a head."""
+        trunk.require_layer()
         return trunk
 
     def described(self, family: Family, config: RawConfig) -> Family:
@@ -128,6 +143,8 @@ class DraftParts(KindParts):
     """The entry of these engines for all other trunks."""
     other_engines: EngineSupport
     """The entry of the engines that are not in ``serving``."""
+    only_trunk: Family | None = None
+    """The family of the trunks, if there is one only. None: families whose releases have no head, and a few others."""
 
     def engines(self, trunk: str) -> Mapping[str, EngineSupport]:
         """Return the engines' table.
@@ -141,7 +158,12 @@ class DraftParts(KindParts):
         return complete({**dict.fromkeys((*_SERVERS, "transformers"), self.other_engines), **served})
 
     def on(self, trunk: Family, kind: HeadKind) -> Family:
-        if not (trunk.attached or trunk.name in _BEYOND_ATTACHED):
+        if self.only_trunk is not None and trunk.name != self.only_trunk.name:
+            raise UnsupportedModelError(
+                f"head.kind: {kind.name} for a trunk of {trunk.title}; expected {self.only_trunk.title} "
+                f"({', '.join(self.only_trunk.model_types)}). Use the trunk that it was made for."
+            )
+        if self.only_trunk is None and not (trunk.attached or trunk.name in _BEYOND_ATTACHED):
             raise UnsupportedModelError(
                 f"head.kind: {kind.name} for a trunk of {trunk.title}; expected a family whose releases carry no head, "
                 "or Qwen3.5 or Qwen3-Next. Write head.kind: mtp: this family's releases have an MTP head."
@@ -197,9 +219,9 @@ def of_kind(family: Family, kind: str) -> Family:
 
 
 def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
-    """Return the kinds of heads that a trunk can be given, each with the engines that draft with it."""
+    """Return the kinds of new heads that a trunk can be given, each with the engines that draft with it."""
     found = {}
-    for kind in head_kinds():
+    for kind in (one for one in head_kinds() if "random" in one.starts):
         with contextlib.suppress(UnsupportedModelError):
             support = of_kind(family, kind.name).serving
             found[kind.name] = tuple(engine for engine, one in support.items() if one.supported)
@@ -207,5 +229,11 @@ def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
 
 
 def most_served_kind(family: Family) -> str:
-    """Return the kind that most servers draft with on this trunk; of equals, the first in the table of kinds."""
-    return max(served := kinds_served(family), key=lambda kind: len({*served[kind]} & {*_SERVERS}))
+    """Return the kind that most servers draft with on this trunk; of equals, the first in the table of kinds.
+
+    Raises:
+        UnsupportedModelError: The trunk can be given no new head.
+    """
+    family.require_layer()
+    served = kinds_served(family)
+    return max(served, key=lambda kind: len({*served[kind]} & {*_SERVERS}))

@@ -33,8 +33,7 @@ from mtp_train.checkpoints.values import (
     squared_change,
     zero_head,
 )
-from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.families import Assistant, assistant_for, of_kind
+from mtp_train.errors import MtpError
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
 from mtp_train.heads.diagnose import (
     DSPARK_BLOCK,
@@ -46,7 +45,6 @@ from mtp_train.heads.diagnose import (
 )
 from mtp_train.heads.draft_model import (
     DraftModel,
-    diagnose_assistant,
     diagnose_draft,
     draft_model,
     draft_plan,
@@ -245,9 +243,7 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
         return _inspect_mlx(opened, progress)
     if foreign_drafter(opened, ()) is not None:
         return _inspect_dspark(opened, progress)
-    assistant, draft = assistant_for(opened.config), draft_model(opened)
-    if assistant is not None:
-        return _inspect_assistant(opened, assistant, trunk, progress)
+    draft = draft_model(opened)
     if draft is not None:
         return _inspect_draft(draft, trunk, progress)
     return _inspect_checkpoint(opened, trunk, progress)
@@ -480,38 +476,18 @@ def _inspect_dspark(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     return replace(found, serves=_serving(found, checkpoint))
 
 
-def _inspect_assistant(
-    checkpoint: Checkpoint, assistant: Assistant, base: Checkpoint | None, progress: Progress
-) -> Inspection:
-    """Inspect an external drafter, such as a Gemma 4 assistant, which has no trunk to compare."""
-    if base is not None:
-        raise UnsupportedModelError(
-            f"--base {base.path}: given with {checkpoint.path}, a {assistant.title}, which holds no trunk to compare; "
-            "expected the assistant alone. Leave --base out."
-        )
-    return _inspect_drafter(
-        checkpoint,
-        diagnose_assistant(checkpoint),
-        progress,
-        family=assistant.name,
-        serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
-        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size "
-        f"{checkpoint.config.get(assistant.trunk_hidden_size)}",
-    )
-
-
 def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
     """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both."""
     diagnosis, name = diagnose_draft(draft), draft.kind.name
     problem = values_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
-    if trunk is None:
-        serves = dict.fromkeys(
-            draft.kind.load_parts().engines(""), "depends on the trunk: inspect it again with --base TRUNK"
-        )
+    parts = draft.kind.load_parts()
+    of_trunk = parts.only_trunk if trunk is None else trunk.family
+    if of_trunk is None:
+        serves = dict.fromkeys(parts.engines(""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
-        serves = engine_commands(of_kind(trunk.family, name).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
+        serves = engine_commands(draft.family(of_trunk).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
     if draft.borrows_output:
         serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}
         if draft.config.get("draft_vocab_size") is not None:
@@ -524,7 +500,7 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         serves=serves,
         problems=() if problem is None else (problem,),
         unsupported=draft.unsupported,
-        note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}",
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}",
     )
 
 
