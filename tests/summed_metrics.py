@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_train.data.pack import PackedBatch
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.head import Head
 from mtp_train.train.packed_rows import AlignedRows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums, many_rows
 from mtp_train.trunk.load import Trunk
@@ -35,13 +35,13 @@ def ratios_of(sums: DenseSums) -> DenseMetrics:
 
 
 @torch.inference_mode()
-def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[PackedBatch], num_depths: int) -> DenseMetrics:
+def dense_metrics(trunk: Trunk, head: Head, batches: Iterable[PackedBatch], num_depths: int) -> DenseMetrics:
     """Measure a head on packed text."""
     with many_rows(trunk, head) as run:
         return metrics_of(trunk, run, (rows_on(trunk, run, batch, num_depths) for batch in batches))
 
 
-def metrics_of(trunk: Trunk, head: MtpHead, rows: Iterable[AlignedRows]) -> DenseMetrics:
+def metrics_of(trunk: Trunk, head: Head, rows: Iterable[AlignedRows]) -> DenseMetrics:
     """Return the ratios of the sums over some rows."""
     sums = zip(*(dense_sums(one, trunk, head) for one in rows), strict=True)
     return ratios_of(DenseSums(*map(sum, sums)))

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mtp_train.data.pack import PackedBatch
 from mtp_train.families import FAMILIES, Family, of_kind
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import Chaining, MtpHead
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.trunk.load import Trunk
@@ -111,9 +112,9 @@ def random_tokens(num_tokens: int, num_rows: int = 1, seed: int = 3) -> Tensor:
     return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def rows_on(trunk: Trunk, head: MtpHead, batch: PackedBatch, num_depths: int, **options: Any) -> AlignedRows:
+def rows_on(trunk: Trunk, head: Head, batch: PackedBatch, num_depths: int, **options: Any) -> AlignedRows:
     """Return a head's aligned rows on the states that a trunk computes."""
-    trunk.show_layers(head.trunk_layers)
+    trunk.show_to(head)
     hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
     return aligned_rows(trunk, head, batch, hidden_BTD, num_depths, **options)
 

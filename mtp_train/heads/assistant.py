@@ -111,6 +111,8 @@ class AssistantHead(Head):
             attention_mask=masks,
             shared_kv_states=dict(keys),
             use_cache=False,
+            # Else transformers 5.24 keeps the last of several tokens, and fails as there are no per-layer embeddings.
+            output_hidden_states=positions_BT.shape[1] > 1,
         )
         state_BTA = output.last_hidden_state
         return StepOutput(state_BTA, self.model.post_projection(state_BTA))
