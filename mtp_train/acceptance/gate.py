@@ -85,6 +85,17 @@ class GateVerdict:
         return self.outcome == "passed"
 
 
+class GateRule(NamedTuple):
+    """The settings of a gate."""
+
+    confidence: float = 0.95
+    break_even_tau: float | None = None
+    """Of the engine that will serve the head; None where the measured speed decides."""
+
+
+DEFAULT_RULE = GateRule()
+
+
 def min_gate_groups(confidence: float = 0.95) -> int:
     """Return the fewest groups that can show a gain.
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.opening import OWN, OpenModel
+from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
@@ -57,6 +58,7 @@ class Study:
         out: Directory of the measurements. Those of an interrupted study in it are not measured again.
         prompts: Prompts that are given; None for the suite's.
         servers: Servers that are sent the suite's prompts before anything is decoded here.
+        rule: Judges the second of two servers.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
@@ -72,11 +74,12 @@ class Study:
         prompts: Sequence[Prompt] | None = None,
         servers: Sequence[Server] = (),
         processes: Processes = ALONE,
+        rule: GateRule = DEFAULT_RULE,
     ) -> None:
         require_distinct(specs)
         self.arms = {spec: open_arm(spec) for spec in specs}
         self.grid, self.prompts, self.servers = grid, prompts, servers
-        self.progress, self.processes = progress, processes
+        self.progress, self.processes, self.rule = progress, processes, rule
         if processes.index == 0:
             self.store = Store(out, self._identity())
             self.store.hash_inputs(_inputs(self.arms, [one for one in servers if one.evaluation is None]), progress)
@@ -91,7 +94,9 @@ class Study:
 
     def measure(self) -> Measurements:
         """Measure all arms, with one trunk in memory at a time."""
-        found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
+        found = Measurements(
+            served={one.name: ask(one, self.grid, self.progress) for one in self.servers}, rule=self.rule
+        )
         by_trunk: dict[Any, list[ArmSpec]] = {}
         for spec in self.arms:
             # These share a loaded trunk.
@@ -156,6 +161,7 @@ class Study:
             else None,
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
+            **({} if self.rule == DEFAULT_RULE else {"gate": list(self.rule)}),
         }
 
 

@@ -42,7 +42,7 @@ from mtp_train.acceptance.counts import (
     repeated_ngram_share,
     tau,
 )
-from mtp_train.acceptance.gate import GateVerdict, decide_gate
+from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule, GateVerdict, decide_gate
 from mtp_train.acceptance.intervals import (
     Difference,
     holm,
@@ -242,6 +242,8 @@ class Measurements:
     """How the trunk was held: dtype, device and the like."""
     served: dict[str, Served] = field(default_factory=dict)
     """Measurements of servers, by arm."""
+    rule: GateRule = DEFAULT_RULE
+    """Judges the second of two servers."""
 
 
 def assemble(
@@ -265,14 +267,14 @@ def assemble(
         arms={cell.arm: cell.result for cell in (*at_headline, *(one.cells[0] for one in served))},
         cells=(*cells, *(cell for one in served for cell in one.cells)),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
-        gate=_gate(*served) if len(served) == 2 else None,
+        gate=_gate(found.rule, *served) if len(served) == 2 else None,
         lossless=lossless(found.arms),
         settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
     )
 
 
-def _gate(baseline: Served, judged: Served) -> GateVerdict:
+def _gate(rule: GateRule, baseline: Served, judged: Served) -> GateVerdict:
     """Apply the gate to the head of a server, against another server on the same prompts.
 
     Raises:
@@ -290,7 +292,8 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
             )
         pairs[after.name] = Pair(*counts, *counts)
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
-    verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
+    verdict = decide_gate(pairs, name, rule.confidence, target_break_even=rule.break_even_tau)
+    same = same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
         verdict = replace(
             verdict,

@@ -17,6 +17,7 @@ from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecode
 from mtp_inference.opening import OWN, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
+from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.files import read_json
@@ -298,8 +299,8 @@ def compare(
             they are on this machine.
         api_key_env: Environment variable with the key of the servers.
         concurrency: Requests to each server at a time.
-        judges: A run without a gate whose baseline and export two evaluations measured, in this order. The verdict is
-            recorded in its outcome, its report and the card of its export.
+        judges: A run without a gate whose baseline and export two evaluations measured, in this order. The verdict, by
+            the ``gate`` of its recipe, is recorded in its outcome, its report and the card of its export.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -314,7 +315,9 @@ def compare(
     servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer), api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
     subjects = specs if judges is None else [subject_arm(str(judges), None, None)]
-    found = _measure(specs, subjects, grid, Path(out), progress, wandb, servers)
+    recipe = None if judges is None else RunDirectory(Path(judges)).recipe
+    rule = DEFAULT_RULE if recipe is None else GateRule(recipe.gate.confidence, recipe.gate.break_even_tau)
+    found = _measure(specs, subjects, grid, Path(out), progress, wandb, servers, rule)
     if judges is None:
         return found
     evaluation = servers[-1].evaluation if servers else None
@@ -362,6 +365,7 @@ def _measure(
     progress: Progress | None,
     wandb: WandbMode,
     servers: Sequence[Server],
+    rule: GateRule = DEFAULT_RULE,
 ) -> EvaluationResult:
     """Measure arms and servers, write the report and return it. ``subjects`` are the arms as the user named them."""
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
@@ -374,7 +378,7 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        study = Study(specs, grid, out, progress, servers=servers)
+        study = Study(specs, grid, out, progress, servers=servers, rule=rule)
         found = None if study.store.is_finished else study.measure()
         report = load_report(out / REPORT_FILE) if found is None else study_report(found, grid, title)
         if told:

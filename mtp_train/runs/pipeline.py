@@ -41,9 +41,9 @@ from mtp_train.runs.regeneration import data_stage, generate_responses
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from mtp_train.runs.settings import tracking_of
+from mtp_train.runs.settings import STATE, tracking_of
 from mtp_train.runs.study import head_runs, measure_study, study_outcome
-from mtp_train.runs.training import STATE, part_documents, train_stage
+from mtp_train.runs.training import part_documents, train_stage
 from mtp_train.runs.trunks import answering_dtype, load_to_train
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics

@@ -76,7 +76,7 @@ LEASE_SECONDS = 30.0
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 _OF_THE_MACHINES = ("train.processes", "track.", "data.regenerate.api_key_env", "data.regenerate.concurrency")
-_LEFTOVERS = (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*")
+_LEFTOVERS = (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*", "hidden/*/*.partial")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from pathlib import Path
 
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
@@ -16,6 +17,9 @@ from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 MEASURES = 10
 """Default number of measurements for ``train.select``, besides that of the start."""
+
+STATE = "state"
+"""Directory of the checkpoints of training in a run directory."""
 
 
 def plan_of(recipe: Recipe, world_size: int) -> Plan:
@@ -47,7 +51,10 @@ def measured_tokens(recipe: Recipe) -> tuple[int, int]:
 
 
 def memory_options(recipe: Recipe) -> MemoryOptions:
-    """Return the settings that decide the memory of training; an automatic precision counts as fp32."""
+    """Return the settings that decide the memory of training; an automatic precision counts as fp32.
+
+    A run that goes on from a hidden-state cache and does not decode loads no layers, as with a server of states.
+    """
     return MemoryOptions(
         num_depths=recipe.head.num_depths,
         compute_dtype=COMPUTE_DTYPES.get(recipe.train.precision, COMPUTE_DTYPES["fp32"]),
@@ -55,7 +62,9 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
         held=recipe.model.dtype,
         quantization=recipe.model.quantization,
         offloads=recipe.model.offload is not None,
-        is_served=recipe.train.states is not None,
+        is_served=recipe.train.states is not None
+        # A hidden-state cache is complete before the first step.
+        or (not recipe.decodes and recipe.train.hidden_cache is not None and Path(recipe.run_dir, STATE).exists()),
         loss_vocab=recipe.head.draft_vocab if serves_draft_vocab(recipe.head.kind) else None,
         lora=recipe.head.lora,
     )

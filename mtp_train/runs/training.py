@@ -30,7 +30,7 @@ from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
-from mtp_train.runs.settings import MEASURES, tracking_of, train_options
+from mtp_train.runs.settings import MEASURES, STATE, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
@@ -103,9 +103,6 @@ def make_selection(
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
     return Selection(every, spec.patience, kept, partial(record_lr, run) if chooses_lr else None)
-
-
-STATE = "state"
 
 
 def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = False) -> None:

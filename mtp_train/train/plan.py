@@ -170,7 +170,7 @@ class MemoryOptions:
     quantization: Quantization | None = None
     offloads: bool = False
     is_served: bool = False
-    """Whether a server computes the hidden states, so that no process loads the trunk's layers."""
+    """Whether a server or a cache gives the hidden states, so that no process loads the trunk's layers."""
     loss_vocab: int | None = None
     """Tokens that p and q are distributions over; None for the whole vocabulary."""
     lora: LoraSettings | None = None

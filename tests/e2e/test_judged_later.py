@@ -147,3 +147,30 @@ def test_another_comparison_records_no_verdict(
     assert judge(stale, llama(2), **changed(pristine)) == 2
     assert told in capfd.readouterr().err
     assert {path: path.read_bytes() for path in run_dir.glob("*.json")} == before
+
+
+@pytest.mark.parametrize(
+    ("gate", "stale", "code", "told"),
+    [
+        ({"gate__confidence": 0.999}, llama(0), 3, "0.999 confidence needs prompts of at least 10 groups"),
+        ({"gate__baseline": "none", "gate__break_even_tau": 2.0}, llama(-1), 0, "gate.break_even_tau 2.00; here: "),
+    ],
+)
+def test_the_run_s_own_gate_decides(
+    pristine: Path,
+    judge: Judge,
+    run_dir: Path,
+    tmp_path: Path,
+    gate: dict[str, Any],
+    stale: ReplyFn,
+    code: int,
+    told: str,
+) -> None:
+    """At 95 % and by the measured speed, the outcomes would be the opposite."""
+    shutil.rmtree(run_dir)
+    pipeline.run(tiny_recipe(pristine, run_dir, **UNGATED, **gate))
+    assert judge(stale, llama(2)) == code
+    for found in (run_dir, tmp_path / "judged"):
+        assert told in read(found / "report.json")["gate"]["reason"]
+    # The same servers by another rule are another comparison.
+    assert judge(stale, llama(2), more=()) == 2

@@ -18,6 +18,7 @@ from launching import CPU_SHARDS, DDP, FSDP2, Setup, assert_same_lines, cases, h
 from mtp_train.answers.states import StatesServer
 from mtp_train.cli.main import main
 from mtp_train.runs import served_states, trunks
+from mtp_train.runs.check import check
 from mtp_train.runs.served_states import PROVED_TEXTS
 from mtp_train.train import fetched_states, hidden_cache, loop
 from mtp_train.trunk.load import load_trunk
@@ -189,6 +190,31 @@ def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path, monkeypatch
     assert one.run(run_dir, one.engine, **CACHED)[0] == 143
     monkeypatch.setattr(loop, "save", save)
     assert one.run(run_dir, lambda payload: Reply(503), **CACHED) == (0, [])
+    assert_same_training(run_dir, one.here)
+
+
+def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so(
+    one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, words = tmp_path / "run", overrides_of(**CACHED)
+
+    def trunk_bytes(*more: str) -> int:
+        return check(one.recipe, [f"run_dir={run_dir}", *words, *more]).memory.trunk_bytes
+
+    def stopping(*given: Any) -> None:
+        save(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    save, whole, ends = loop.save, trunk_bytes(), trunk_bytes("train.states.endpoint=http://localhost:1/v1")
+    assert whole > ends
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "save", stopping)
+        assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 143
+    assert trunk_bytes() == ends
+    # To decode, and to compute states in each step, the whole trunk is needed.
+    assert trunk_bytes("gate.enabled=true", "data.holdout=0.4") == trunk_bytes("train.hidden_cache=null") == whole
+    monkeypatch.setattr(trunks, "load_trunk", lambda *_, **__: pytest.fail("loads a trunk"))
+    assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 0
     assert_same_training(run_dir, one.here)
 
 

@@ -86,6 +86,14 @@ def test_waits_grow_until_it_gives_up(connect: Connect) -> None:
     assert len(served.payloads) == MAX_ATTEMPTS
 
 
+def test_a_failed_request_is_not_sent_again_once_trying_is_stopped(connect: Connect) -> None:
+    endpoint, served, _ = connect(lambda payload: Reply(503))
+    endpoint.wait = lambda seconds: endpoint.stop_trying()
+    with pytest.raises(DataError, match="answers 503"):
+        endpoint.ask(REQUEST)
+    assert len(served.payloads) == 1
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with openai_server(lambda payload: GOOD) as gone:
         pass

@@ -101,9 +101,18 @@ def test_a_run_killed_while_it_claims_can_claim_again(
 
 def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> None:
     kept = ["recipe.yaml", "head/head.safetensors", "export/config.json", "state/step-00000002/state.json"]
-    kept += ["figures/tau.png", "data/regenerated-00000-of-00001.jsonl", "wandb/.keep"]
+    kept += [
+        "figures/tau.png",
+        "data/regenerated-00000-of-00001.jsonl",
+        "wandb/.keep",
+        "hidden/ab/states-00000.safetensors",
+    ]
     leftovers = [".head.x1/head.safetensors", ".export.y2/model.safetensors", ".report.json.7.tmp", ".recipe.yaml.tmp"]
-    leftovers += ["figures/.tau.png.7.tmp", "state/.step-00000004.z3/head.safetensors"]
+    leftovers += [
+        "figures/.tau.png.7.tmp",
+        "state/.step-00000004.z3/head.safetensors",
+        "hidden/ab/states-00001.host-7.partial",
+    ]
     for name in [*kept, *leftovers]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
