@@ -32,6 +32,7 @@ class HeadKind:
         has_file: Whether the head is stored in a checkpoint of its own, a draft model, and not in its trunk's.
         starts: The values of ``head.init`` that it can start from.
         has_output: Whether it always has an output matrix of its own, so that no draft vocabulary can be chosen for it.
+        apart: Whether its depths can be trained independently (``objective.unroll: fastmtp``).
         parallel: Whether every depth has a module of its own, without attention, that reads the trunk's state alone.
         deepest: Largest number of drafts a round.
     """
@@ -43,6 +44,7 @@ class HeadKind:
     has_file: bool = True
     starts: tuple[str, ...] = ("random", "graft")
     has_output: bool = False
+    apart: bool = True
     parallel: bool = False
     deepest: int = DEEPEST
 
@@ -69,7 +71,7 @@ _KINDS = {
         MTP,
         HeadKind("eagle3", "EAGLE-3", f"{_PARTS}.eagle3:EAGLE3"),
         HeadKind("eagle", "EAGLE", f"{_PARTS}.eagle:EAGLE"),
-        HeadKind("medusa", "Medusa", f"{_PARTS}.medusa:MEDUSA", parallel=True),
+        HeadKind("medusa", "Medusa", f"{_PARTS}.medusa:MEDUSA", apart=False, parallel=True),
         HeadKind(
             "assistant",
             "Gemma 4 assistant",
@@ -77,6 +79,7 @@ _KINDS = {
             drafting="mtp_inference.drafters.assistant_drafter:AssistantDrafting",
             starts=("graft",),
             has_output=True,
+            apart=False,
         ),
     )
 }

@@ -16,8 +16,7 @@ from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.capture import Rounds
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
-from mtp_inference.drafters.drafter import BatchSize, Drafting
-from mtp_inference.drafters.head_drafter import HeadDrafting
+from mtp_inference.drafters.drafter import BatchSize, Drafting, TrainedDrafting
 from mtp_inference.opening import (
     OWN,
     OpenModel,
@@ -32,7 +31,7 @@ from mtp_inference.session import Lane, Session
 from mtp_inference.text import TextStream
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.errors import DataError, MtpError
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.head import Head
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.whole import require_whole_trunk
 
@@ -80,7 +79,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         trunk: Trunk,
-        drafting: MtpHead | Drafting | None,
+        drafting: Head | Drafting | None,
         depth: int,
         eos_ids: Collection[int],
         *,
@@ -93,7 +92,9 @@ class SpeculativeDecoder:
         image_ids: Collection[int] = (),
     ) -> None:
         self.trunk = trunk
-        self.drafting: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
+        self.drafting: Drafting | None = (
+            drafting.family.kind.draft_with(drafting, None) if isinstance(drafting, Head) else drafting
+        )
         self.depth = depth if drafting is not None else 0
         self.eos_ids = frozenset(eos_ids)
         self.draft_sampling = draft_sampling
@@ -105,7 +106,7 @@ class SpeculativeDecoder:
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
-        heads = [self.drafting.head] if isinstance(self.drafting, HeadDrafting) else []
+        heads = [self.drafting.head] if isinstance(self.drafting, TrainedDrafting) else []
         self._cpu_layers = CpuLayers([trunk.causal_lm, *heads])
         self._rounds: Rounds | None = None
         self._captured_before = 0

@@ -38,6 +38,7 @@ IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
     if head == OWN:
+        checkpoint.family.require_layer()
         found = diagnose_head(checkpoint)
         if not found.complete:
             raise CheckpointError(

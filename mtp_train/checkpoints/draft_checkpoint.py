@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import CONFIG_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint
+from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import plain_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -59,6 +59,8 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
     with new_directory(out, what="the draft model") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         write_json(directory / CONFIG_FILE, config)
+        if stored.depth_field is not None:
+            write_json(directory / GENERATION_CONFIG_FILE, {stored.depth_field: artifact.num_depths})
 
 
 def _output_rows(

@@ -19,8 +19,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, TextCheck
-from mtp_inference.drafters.drafter import Drafting
+from mtp_inference import GenerationResult, Request, SpeculativeDecoder, TextCheck
+from mtp_inference.drafters.drafter import Drafting, TrainedDrafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.lossless import PlainTexts
 from mtp_train.acceptance.names import PLAIN
@@ -224,7 +224,7 @@ def _dense(
             for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")
         }
         for name, head in arms.drafting.items()
-        if isinstance(head, HeadDrafting)
+        if isinstance(head, TrainedDrafting)
     }
 
 

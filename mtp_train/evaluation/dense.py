@@ -22,6 +22,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_inference import HeadDrafting
+from mtp_inference.drafters.drafter import TrainedDrafting
 from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import PackedBatch, collate, pack_documents
 from mtp_train.data.tokenize import Document, Prompt
@@ -55,7 +56,7 @@ class DenseRows:
 @torch.inference_mode()
 def dense_rows(
     trunk: Trunk,
-    drafting: HeadDrafting,
+    drafting: TrainedDrafting,
     prompts: Sequence[Prompt],
     plain: Sequence[PromptRecord],
     num_depths: int,

@@ -24,6 +24,7 @@ _NO_INTERFACE = "its class in vLLM returns no states of its layers"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "glm_ocr_text", "step3p5", "inkling_text"), _NO_INTERFACE),
     **dict.fromkeys(("gemma3", "llava_next", "aya_vision", "internvl"), f"inside its image model, {_NO_INTERFACE}"),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), "its assistant reads keys, and vLLM returns none"),
     **dict.fromkeys(("hy_v3", "longcat_flash"), f"{_NO_INTERFACE}, and it cannot run its layers from transformers"),
 }
 """Model types of a whole config or its text part to the reason why vLLM serves no states."""

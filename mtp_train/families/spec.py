@@ -366,6 +366,15 @@ class Family:
         count = 1 if streams is None else text_config.to_dict()[streams.count]
         return int(count * text_config.hidden_size)
 
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the head attends to the trunk's keys and values."""
+        return self.wiring.default.hidden == "with_keys"
+
+    def keys_width(self, text_config: PretrainedConfig) -> int:
+        """Return the width of the keys and values that the trunk shows to a head, see ``Ends.show_to``."""
+        return sum(2 * heads * width for heads, width in self.trunk.key_shapes(text_config).values())
+
     def vocab_size(self, text_config: PretrainedConfig) -> int:
         """Return the number of tokens, without rows that pad the output matrix."""
         return int(text_config.to_dict()[self.trunk.real_vocab or "vocab_size"])

@@ -44,6 +44,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     Raises:
         CheckpointError: The base has no complete head, or its trunk has another shape.
     """
+    finetune.family.require_layer()
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
     native.require_same_trunk_shape(finetune, layout, base, base_layout)

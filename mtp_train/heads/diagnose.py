@@ -235,6 +235,8 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
+    if checkpoint.family.layer is None:
+        return HeadDiagnosis(0, 0, (), (), (), ())
     layout = layout_of(checkpoint)
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))

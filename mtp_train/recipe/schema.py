@@ -129,7 +129,7 @@ class Recipe(RecipeSection):
 
     def _of_the_head(self) -> Iterator[str]:
         head, unroll, depth = self.head, self.objective.unroll, self.evaluate.depth
-        is_parallel, most = self.kind.parallel, self.kind.deepest
+        most = self.kind.deepest
         studied = () if self.study is None else self.study.depths
         for field, depths in (
             ("head.num_depths", [head.num_depths]),
@@ -139,9 +139,9 @@ class Recipe(RecipeSection):
             asked = max(depths, default=0)
             if asked > most:
                 yield f"{field}: {asked} with head.kind: {head.kind}; expected {most} or less. Write {field}: {most}."
-        if is_parallel and unroll != "exact":
+        if not self.kind.apart and unroll != "exact":
             yield f"objective.unroll: {unroll!r} with head.kind: {head.kind}; expected exact. Leave it out."
-        if is_parallel and (depth or 0) > head.num_depths:
+        if self.kind.parallel and (depth or 0) > head.num_depths:
             yield f"evaluate.depth: {depth} with head.kind: {head.kind}; expected head.num_depths or less. Lower it."
 
         seq_len = self.data.seq_len_tokens

@@ -201,7 +201,8 @@ class HeadSection(RecipeSection):
     """The architecture. `mtp`: norms, a projection and a decoder layer of the trunk's own type, stored in the trunk's
     checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
     `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
-    one residual block per depth, each of which reads the trunk's last hidden state only."""
+    one residual block per depth, each of which reads the trunk's last hidden state only. `assistant`: Gemma 4's
+    drafter, which attends to the trunk's keys and values; it is retrained from an existing one."""
     init: InitKind = "graft"
     """The initial weights. `native`: the head in `model.trunk`. `graft`: the head in `model.head_from`.
     `copy_last_layer`: a new head whose decoder layer is a copy of the trunk's last layer. `random`: a new head with
@@ -220,10 +221,15 @@ class HeadSection(RecipeSection):
     engines for `eagle3` only, where p and q of the loss are over these tokens too."""
 
     def contradictions(self) -> Iterator[str]:
-        starts = find_head_kind(self.kind).starts
-        if self.init not in starts:
-            expected = f"expected {' or '.join(starts)}. Write head.init: {starts[0]}"
+        kind = find_head_kind(self.kind)
+        if self.init not in kind.starts:
+            expected = f"expected {' or '.join(kind.starts)}. Write head.init: {kind.starts[0]}"
             yield f"init: {self.init!r} with head.kind: {self.kind}; {expected}."
+        if kind.has_output and self.draft_vocab is not None:
+            yield (
+                f"draft_vocab: {self.draft_vocab} with head.kind: {self.kind}, which has an output matrix of its own; "
+                "expected null. Write head.draft_vocab: null."
+            )
         if self.lora is not None and self.is_new:
             yield f"lora: set with head.init: {self.init}, a new head; expected an existing one. Write head.lora: null."
 

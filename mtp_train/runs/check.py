@@ -33,6 +33,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.inputs import (
+    LoneHead,
     RunText,
     gather_text,
     open_head_source,
@@ -140,6 +141,7 @@ class Shapes:
             config = trunk_config(model.path, of_trunk, trust_remote_code=trusts)
             self.trunk: Trunk = empty_trunk(config, of_trunk, trust_remote_code=trusts)
             self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
+            self.trunk.shows_keys = family.reads_keys
             self._head = {
                 name: value.shape for name, value in empty_head(family, model.text_config, model.num_modules).items()
             }
@@ -462,6 +464,9 @@ def _checked(
     has_own = not (recipe.kind.has_file or recipe.head.is_new)
     num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
     head_family = of_kind(family, recipe.head.kind)
+    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from and recipe.kind.has_file else None
+    if isinstance(donor, LoneHead) and donor.kind == recipe.kind:
+        head_family = donor.family(family)
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
     model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
     raise_together(refusals(recipe, model, world_size))

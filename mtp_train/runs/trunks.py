@@ -185,6 +185,7 @@ def cache_of(
     recipe, inputs = run.recipe, run.inputs
     config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
+    width += inputs.finetune.family.keys_width(config) if inputs.head_plan.family.reads_keys else 0
     adapter = inputs.contents[ADAPTER] if inputs.adapter else None
     settings: tuple[object, ...]
     if identity is None:
@@ -210,6 +211,7 @@ def _build(
     else:
         states = _computed(run)
         states.ends.show_layers(layers)
+        states.ends.shows_keys |= run.inputs.head_plan.family.reads_keys
     if isinstance(states, ShardedStates):
         gather_in(states, states.ends, accelerator)
     task = progress.add_task("keeping hidden states", total=None)

@@ -114,8 +114,7 @@ class Ends(nn.Module):
     @property
     def state_width(self) -> int:
         """The width D of the result of :meth:`hidden`."""
-        keys = self.family.trunk.key_shapes(self.config).values() if self.shows_keys else ()
-        return self._keys_start + sum(2 * heads * width for heads, width in keys)
+        return self._keys_start + (self.family.keys_width(self.config) if self.shows_keys else 0)
 
     @property
     def _keys_start(self) -> int:

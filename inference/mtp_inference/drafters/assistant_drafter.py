@@ -13,19 +13,21 @@ from torch import Tensor
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, StateDrafter
+from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan, StateDrafter, TrainedDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.heads.assistant import AssistantHead, widened
 from mtp_train.trunk.load import Trunk
 
 
-class AssistantDrafting(Drafting):
+class AssistantDrafting(TrainedDrafting):
     """Draft with an assistant model that attends to the trunk's keys, such as Gemma 4's.
 
     Args:
         head: The assistant, on the trunk's device and in its dtype; ``from_pretrained(..., head=ASSISTANT)`` loads it.
     """
+
+    head: AssistantHead
 
     def __init__(self, head: AssistantHead) -> None:
         self.head = head

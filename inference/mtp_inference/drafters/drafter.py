@@ -22,6 +22,7 @@ from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.rows import RowState, places_from
 from mtp_inference.requests import MAX_DEPTH, require_depth
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_train.heads.head import Head
 from mtp_train.trunk.load import Trunk
 
 PENDING_PLACES = 32
@@ -81,6 +82,19 @@ class Drafting(Protocol):
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         """Return a drafter for a batch, whose trunk writes ``cache``."""
+
+
+class TrainedDrafting(Drafting):
+    """Draft with a head."""
+
+    head: Head
+    """The head, on the trunk's device."""
+    draft_vocab_R: Tensor | None = None
+    """Token ids that may be drafted, integers of shape (R,); None for the whole vocabulary."""
+
+    @property
+    def deepest(self) -> int:
+        return self.head.family.kind.deepest
 
 
 class Drafter(RowState, ABC):

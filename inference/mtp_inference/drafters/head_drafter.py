@@ -21,7 +21,15 @@ from torch.nn.functional import pad
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, StateDrafter, state_at
+from mtp_inference.drafters.drafter import (
+    BatchSize,
+    Drafter,
+    Pending,
+    RoundPlan,
+    StateDrafter,
+    TrainedDrafting,
+    state_at,
+)
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.module import MtpHead
@@ -289,7 +297,7 @@ class ChainedDrafter(_CachedDrafter):
         return choice.result()
 
 
-class HeadDrafting(Drafting):
+class HeadDrafting(TrainedDrafting):
     """Draft with an MTP head.
 
     Args:
@@ -306,13 +314,11 @@ class HeadDrafting(Drafting):
         True
     """
 
+    head: MtpHead
+
     def __init__(self, head: MtpHead, draft_vocab_R: Tensor | None = None) -> None:
         self.head = head
         self.draft_vocab_R = draft_vocab_R
-
-    @property
-    def deepest(self) -> int:
-        return self.head.family.kind.deepest
 
     def check(self, trunk: Trunk, depth: int) -> None:
         super().check(trunk, depth)

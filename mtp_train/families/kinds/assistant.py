@@ -105,6 +105,7 @@ ASSISTANT = AssistantParts(
         model_types=("gemma4_assistant", "gemma4_unified_assistant"),
         trunk_size="backbone_hidden_size",
         has_output=False,
+        depth_field="num_assistant_tokens",
         plain_settings={"tie_word_embeddings": (True,)},
         sizes=_sizes,
     ),

@@ -82,6 +82,8 @@ class DraftFormat:
     """Whether llama.cpp loads it, and ``checkpoints/gguf`` has its names there."""
     has_layer: bool = True
     """Whether its config describes the head's layer."""
+    depth_field: str | None = None
+    """Field of ``generation_config.json`` from which transformers reads the number of drafts; None: there is none."""
     plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
     zeros: tuple[str, ...] = ()

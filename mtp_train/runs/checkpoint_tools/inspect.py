@@ -358,6 +358,8 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     path = str(checkpoint.path)
     if found.problems:
         reason = f"no: {found.problems[0]}"
+    elif checkpoint.family.layer is None:
+        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH)
     elif found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
         return engine_commands(complete(DSPARK), path, block if isinstance(block, int) else SUGGESTED_DEPTH)
@@ -437,6 +439,8 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
         return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not found.stale and status == "healthy" and _misread(checkpoint)):
         return suggestions.export_command(path)
+    if checkpoint.family.layer is None:
+        return suggestions.retrain_command(path, "ASSISTANT")
     if status == "none":
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
