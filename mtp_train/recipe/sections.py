@@ -223,8 +223,10 @@ class HeadSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         kind = find_head_kind(self.kind)
         if self.init not in kind.starts:
-            expected = f"expected {' or '.join(kind.starts)}. Write head.init: {kind.starts[0]}"
-            yield f"init: {self.init!r} with head.kind: {self.kind}; {expected}."
+            yield (
+                f"init: {self.init!r} with head.kind: {self.kind}; expected {' or '.join(kind.starts)}. Write "
+                f"head.init: {kind.starts[0]}."
+            )
         if kind.has_output and self.draft_vocab is not None:
             yield (
                 f"draft_vocab: {self.draft_vocab} with head.kind: {self.kind}, which has an output matrix of its own; "

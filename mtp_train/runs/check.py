@@ -23,7 +23,7 @@ from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.quantised import quant_method, require_declared
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
-from mtp_train.families import family_for, kinds_served, of_kind
+from mtp_train.families import Family, family_for, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.head_kinds import find_head_kind
@@ -463,10 +463,7 @@ def _checked(
     family = family_for(raw, where=str(path))
     has_own = not (recipe.kind.has_file or recipe.head.is_new)
     num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
-    head_family = of_kind(family, recipe.head.kind)
-    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from and recipe.kind.has_file else None
-    if isinstance(donor, LoneHead) and donor.kind == recipe.kind:
-        head_family = donor.family(family)
+    head_family = _head_family(recipe, family)
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
     model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
     raise_together(refusals(recipe, model, world_size))
@@ -500,6 +497,14 @@ def _checked(
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
     )
+
+
+def _head_family(recipe: Recipe, trunk: Family) -> Family:
+    """Return the record of the trunk's family with the recipe's head, which a file of its own may describe."""
+    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from and recipe.kind.has_file else None
+    if isinstance(donor, LoneHead) and donor.kind == recipe.kind:
+        return donor.family(trunk)
+    return of_kind(trunk, recipe.head.kind)
 
 
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:

@@ -92,6 +92,7 @@ NOT_PASTED = {
     "Run 'pip install bitsandbytes', or use the unquantised weights.": _PACKAGE,
     'Run pip install "mtp-train[deepspeed]".': _PACKAGE,
     "Run pip install 'transformers>={}'.": _PACKAGE,
+    "Run pip install 'transformers>=5.24'.": _PACKAGE,
     "Run pip install -U flash-linear-attention.": _PACKAGE,
     "Run pip install flash-linear-attention where you train.": _PACKAGE,
     "Run 'pip install {}'.": _PACKAGE,
@@ -99,7 +100,7 @@ NOT_PASTED = {
     "mtp_train NAME.": _PLACES,
     "To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR.": _PLACES,
     "Name it beside its trunk: 'mtp-train evaluate TRUNK --head {} --out evaluation'.": _PLACES,
-    "Serve it beside its trunk as it is: 'mtp-train inspect {}' prints the flags.": _LATE,
+    "Pass it to generate as --head, and to rescue as --from.": "names options, see e2e/test_assistant_run.py",
     "mtp-train evaluate {}{} --out {}": _LATE,
     "Add --endpoint URL.": _LATE,
     "Add --num_processes {} to accelerate launch (on CPUs with cpu_ddp.yaml).": _LATE,
@@ -116,6 +117,7 @@ NOT_PASTED = {
     "Name another directory in train.hidden_cache.directory, take fewer documents, or write train.hidden_cache: "
     "null.": _LATE,
     "Start a new head with head.init: random.": _LATE,
+    "Write head.init: random.": _LATE,
     "To retrain the head all the same, choose another --out and add --set train.max_steps=500": _LATE,
     "Look at it with {}, or train all the same with --set train.max_steps=500.": _LATE,
     "Write data.responses: null.": _LATE,
@@ -427,8 +429,9 @@ CHANGES = {
     "Write train.states: null.": (
         f'{OF_ITS_OWN} model.trunk=STREAMS train.states={{"endpoint":"http://localhost:8000/v1"}}'
     ),
+    "Write {}: {}.": f"{NEW} head.num_depths=8",
     "Write head.lora: null.": f"{NEW} head.lora={{}}",
-    "Write head.init: random.": f"{NEW} head.kind=eagle head.init=copy_last_layer",
+    "Write head.init: {}.": f"{NEW} head.kind=eagle head.init=copy_last_layer",
     "Write head.kind: mtp.": f"{NEW} head.kind=eagle3 model.trunk=SHALLOW",
     "Write head.kind: mtp: this family's releases have an MTP head.": f"{NEW} head.kind=eagle model.trunk=OTHER",
     "Write head.kind: {}, or head.init: random for a new head.": "head.kind=eagle",
