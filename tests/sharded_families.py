@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from assistants import HAS_ASSISTANTS, assistant_head, tiny_assistant, tiny_gemma_trunk
 from cpu_shards import pretend_to_have_gpus
 from documents import random_documents
 from json_files import write_json
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
+from mtp_train.heads.head import Head
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.settings import plan_of, train_options
@@ -49,7 +51,8 @@ RESUMED = (HALF_EXPERTS, ADAPTED)
 RECOMPUTED = "qwen3_5, recomputed"
 KEYS_ONLY = "qwen3_5, two modules that read the text alike"
 """Forwards of the head that end at keys and values."""
-CASES = (*ALL_FAMILIES, TIED, HALF, *RESUMED, RECOMPUTED, KEYS_ONLY)
+ASSISTED = "gemma4, with its assistant"
+CASES = (*ALL_FAMILIES, TIED, HALF, *RESUMED, RECOMPUTED, KEYS_ONLY, *([ASSISTED] if HAS_ASSISTANTS else []))
 KEPT_CASES = (
     "qwen3_5",
     "deepseek_v4",
@@ -143,14 +146,18 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
 
 def trunk_of(case: str) -> Trunk:
     """Return the trunk of a case, whole."""
-    trunk = tiny_trunk(case.split(", ")[0], tied=case == TIED)
+    trunk = tiny_gemma_trunk() if case == ASSISTED else tiny_trunk(case.split(", ")[0], tied=case == TIED)
     return trunk.to(torch.bfloat16) if "bfloat16" in case else trunk
 
 
 def module_of(case: str, accelerator: Accelerator) -> HeadTraining:
     """Return the trunk and the head of a case, whole."""
     trunk = trunk_of(case)
-    head = chained_head(trunk, NUM_DEPTHS, drafts_only=True) if case == KEYS_ONLY else tiny_head(trunk)
+    makers: dict[str, Callable[[], Head]] = {
+        KEYS_ONLY: lambda: chained_head(trunk, NUM_DEPTHS, drafts_only=True),
+        ASSISTED: lambda: assistant_head(tiny_assistant()),
+    }
+    head = makers.get(case, lambda: tiny_head(trunk))()
     if case == ADAPTED:
         put_on_lora(head, LoraSection(r=2), seed=0)
     return HeadTraining(

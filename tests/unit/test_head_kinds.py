@@ -16,7 +16,9 @@ def recipe_with(**overrides: object) -> Recipe:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant\."):
+    with pytest.raises(
+        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant\."
+    ):
         recipe_with(head__kind="toy")
 
 
