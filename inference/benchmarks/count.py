@@ -52,7 +52,7 @@ from mtp_inference.capture import round_up
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.round import prefill, run_round
 from mtp_train.heads import experts
-from mtp_train.train import head_training, packed_rows
+from mtp_train.train import head_training
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk import states
 from mtp_train.trunk.load import Trunk
@@ -307,7 +307,7 @@ def count_step(model: SpeculativeDecoder, tokens: int) -> Counting:
     ).train()
     in_parts = (
         (states, "isolated_hidden", "trunk"),
-        (packed_rows, "unroll", "head"),
+        (head, "unroll", "head"),
         (head_training, "frozen_head_loss", "loss"),
     )
     with ExitStack() as stack:
