@@ -30,7 +30,7 @@ from assistants import (
 from mtp_train.data.pack import PackedBatch, collate, one_row
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.families.kinds.assistant import GEMMA4
 from mtp_train.heads import assistant
 from mtp_train.heads.assistant import AssistantHead
 from mtp_train.heads.step import StepOutput
@@ -215,15 +215,15 @@ def trained_of(head: AssistantHead) -> set[str]:
 
 
 def test_training_lowers_the_loss_and_leaves_the_trunk() -> None:
-    trunk, model = tiny_gemma_trunk(), tiny_assistant()
-    before = copy.deepcopy(trunk.state_dict()), copy.deepcopy(model.state_dict())
-    head, batch = assistant_head(model), fitting(trunk)
+    trunk, head = tiny_gemma_trunk(), assistant_head(tiny_assistant())
+    before = copy.deepcopy(trunk.state_dict()), copy.deepcopy(head.model.state_dict())
+    batch = fitting(trunk)
     start = tau(trunk, head, batch)
     losses = train(trunk, head, batch)
     assert losses[-1] < 0.3 * losses[0]
     assert tau(trunk, head, batch) > start + 1.5
     assert all(torch.equal(value, before[0][name]) for name, value in trunk.state_dict().items())
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[1][name])}
+    changed = {name for name, value in head.model.state_dict().items() if not torch.equal(value, before[1][name])}
     assert changed == trained_of(head)
 
 
@@ -241,7 +241,7 @@ def test_a_trunk_with_other_keys_needs_its_assistant_trained_anew() -> None:
 
 
 def test_keys_are_shown_in_one_order_whatever_layers_come_first() -> None:
-    one, other = (GEMMA4_ASSISTANT.trunk.trunk.key_shapes(text_config(24, layers)) for layers in ("fsf", "sf"))
+    one, other = (GEMMA4.trunk.key_shapes(text_config(24, layers)) for layers in ("fsf", "sf"))
     assert list(one.items()) == list(other.items())
 
 
