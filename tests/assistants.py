@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def tiny_assistant(
 
 
 def assistant_head(model: Any) -> AssistantHead:
-    """Return a tiny assistant as a head, in eval mode."""
-    return AssistantHead(model, GEMMA4_ASSISTANT).eval()
+    """Return a copy of a tiny assistant as a head, in eval mode."""
+    return AssistantHead(copy.deepcopy(model), GEMMA4_ASSISTANT).eval()
 
 
 def randomise(model: nn.Module, seed: int) -> None:

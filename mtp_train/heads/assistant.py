@@ -41,11 +41,11 @@ def widened(sliding_window: int | None) -> int | None:
 class AssistantHead(Head):
     """An assistant as a head: it drafts on detached tensors of the trunk, with an output matrix of its own.
 
-    Embedding and lm_head are one tensor, and frozen like the trunk's. So are the centroids: ``topk`` has no gradient,
-    and they stand for rows of that tensor.
+    Its lm_head is frozen like the trunk's. So are the centroids: ``topk`` has no gradient, and they stand for rows of
+    the lm_head.
 
     Args:
-        model: transformers' model of the assistant.
+        model: transformers' model of the assistant, which loses its embedding.
         assistant: The record of the assistant.
     """
 
@@ -54,6 +54,8 @@ class AssistantHead(Head):
     def __init__(self, model: Any, assistant: Assistant) -> None:
         super().__init__()
         self.model = model.requires_grad_(False)
+        # The lm_head's tensor, which is never read here: sharding would make two parameters of one.
+        model.model.embed_tokens = None
         self.assistant = assistant
         self.convention = assistant.trunk.wiring.default
         for part in (model.pre_projection, model.post_projection, model.model.layers, model.model.norm):
