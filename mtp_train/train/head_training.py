@@ -152,7 +152,7 @@ class HeadTraining(nn.Module):
             kind=self.kind,
             temperature=self.temperature,
             own_heads=own_heads,
-            # A head that shares the trunk's matrix has its bound too: without it on both sides, their optimum is one.
+            # A head that shares the trunk's matrix shares its bound too: both are compared without it.
             teacher_bound=None if own_heads is None else self.ends.logit_bound,
             compute_dtype=self.compute_dtype,
             used_N=used_N,
