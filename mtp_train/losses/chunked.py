@@ -215,11 +215,10 @@ def frozen_head_loss(
     with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
         # Convert once for all chunks.
         lm_head_VD = lm_head_VD.to(compute_dtype)
-        heads = [lm_head_VD] * len(student_KND)
-        if own_heads is not None:
-            # Depths may share a matrix.
-            converted = {own: own.to(compute_dtype) for own in own_heads}
-            heads = [converted[own] for own in own_heads]
+        matrices = own_heads or [lm_head_VD] * len(student_KND)
+        # Depths may share a matrix.
+        converted = {matrix: matrix.to(compute_dtype) for matrix in matrices}
+        heads = [converted[matrix] for matrix in matrices]
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
         # Memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU.
