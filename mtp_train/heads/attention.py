@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,19 +58,23 @@ def without_cudnn_attention() -> Iterator[None]:
                 backends.enable_cudnn_sdp(_enabled_before)
 
 
+class Extras(NamedTuple):
+    """What ``sdpa`` leaves out, under transformers' names of the arguments; None where a layer has none of it."""
+
+    s_aux: Tensor | None
+    """Shape (H,), the sink of each head."""
+    softcap: float | None
+    """The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2)."""
+    position_bias: Tensor | None
+    """Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance."""
+    indices: Tensor | None
+    """int, shape (B, T, K), the keys that each query may attend to."""
+    block_indices: Any
+    """The blocks of keys that each query may attend to, in the indexer's format."""
+
+
 def masked_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    s_aux: Tensor | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Any = None,
-    **options: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers' ``sdpa`` does, which fixes the arguments, with attention sinks and chosen keys.
 
@@ -79,15 +83,13 @@ def masked_attention(
         key, value: Shape (B, key heads, S, width), each with a width of its own.
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. Layers
             that depend on distances get int64 from a cache of ours: the distance, or -1 where a query does not attend.
-        s_aux: Shape (H,), the sink of each head.
-        softcap: The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
-        position_bias: Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance.
-        indices: int, shape (B, T, K), the keys that each query may attend to; None for all.
-        block_indices: The blocks of keys that each query may attend to, in the indexer's format; None for all.
+        options: The fields of :class:`Extras`, and the arguments of ``sdpa``.
 
     Returns:
         Shape (B, T, H, width), and None for the attention weights.
     """
+    extras = Extras(*(options.pop(name, None) for name in Extras._fields))
+    s_aux, softcap, position_bias, indices, block_indices = extras
     if attention_mask is None:
         if all(one is None for one in (s_aux, softcap, indices, block_indices)):
             return sdpa_attention_forward(module, query, key, value, None, position_bias=position_bias, **options)
