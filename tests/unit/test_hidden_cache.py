@@ -214,6 +214,7 @@ def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: P
                 contents={TRUNK: {"model.safetensors": trunk}, ADAPTER: adapter or {}},
                 adapter=None if adapter is None else tmp_path,
                 finetune=open_checkpoint(finetune),
+                head_plan=SimpleNamespace(family=open_checkpoint(finetune).family),
             ),
             accelerator=Accelerator(cpu=True),
         )
