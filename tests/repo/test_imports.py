@@ -247,19 +247,6 @@ def test_a_wrong_import_is_found(module: str, line: str, imported: str) -> None:
     assert upward_imports(line, module, is_package=is_package) == [f"{module} imports {imported}"]
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("mtp_train.heads.step", "from .module import MtpHead"),
-        ("mtp_train.runs.pipeline", "from mtp_inference.decoder import generate"),
-        ("mtp_train.cli.main", "import mtp_train as mtp\nfrom mtp_train import __version__"),
-        ("mtp_inference.session", "from mtp_train.heads.step import mtp_step\nimport torch"),
-    ],
-)
-def test_a_right_import_passes(module: str, line: str) -> None:
-    assert upward_imports(line, module) == []
-
-
 TRAINER_STACK = {"accelerate", "deepspeed", "wandb", "datasets", "peft"}
 
 

@@ -101,15 +101,6 @@ def test_what_is_unchanged_is_not_read_again(files: InputFiles, tmp_path: Path, 
     assert reads == []
 
 
-def test_a_touched_file_alone_is_read_again(files: InputFiles, reads: list[str]) -> None:
-    first = hashed(files)
-    reads.clear()
-    os.utime(files.files["model.safetensors"])
-    again = hashed(files, first)["model.trunk"]
-    assert (reads, again.contents) == (["model.safetensors"], first["model.trunk"].contents)
-    assert again.files["model.safetensors"].status != first["model.trunk"].files["model.safetensors"].status
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_touched_file_is_read_again_once_if_its_new_status_is_kept(
     keeps: bool, files: InputFiles, tmp_path: Path, reads: list[str]
