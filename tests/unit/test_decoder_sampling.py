@@ -87,11 +87,6 @@ def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafti
 
 def test_the_texts_without_drafts_are_worth_comparing() -> None:
     for name in (*FAMILY_NAMES, "mistral"):
-        greedy = [dataclasses.replace(request, sampling=Sampling()) for request in mixed_requests()]
-        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(greedy))
-        differs = [ours != other for ours, other in zip(undrafted(name), of_greedy, strict=True)]
-        assert differs[:4] == [True] * 4
-        assert not differs[4]
         reseeded = [
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=1))
             for request in mixed_requests()
