@@ -202,4 +202,9 @@ def shared_by_the_head(path: Path) -> list[str]:
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are equal, bit for bit."""
-    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    return ours.keys() == theirs.keys() and holds(ours, theirs)
+
+
+def holds(whole: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> bool:
+    """Whether tensors stand in a larger set under their names, bit for bit."""
+    return all(torch.equal(whole[key], value) for key, value in part.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -13,9 +14,9 @@ from tiny import random_tokens
 LEARNING_RATE = 1e-3
 
 
-def random_rows(num_rows: int = 8, num_tokens: int = 12) -> list[dict[str, torch.Tensor]]:
+def random_rows(num_rows: int = 8) -> list[dict[str, torch.Tensor]]:
     """Return rows as a causal language model's trainer takes them."""
-    tokens_BT = random_tokens(num_tokens, num_rows)
+    tokens_BT = random_tokens(12, num_rows)
     return [{"input_ids": tokens_T, "labels": tokens_T} for tokens_T in tokens_BT]
 
 
@@ -50,3 +51,8 @@ def make_trainer(model: Any, out: Path, *callbacks: Any, **settings: Any) -> Tra
         eval_dataset=random_rows(2),  # type: ignore[arg-type]
         callbacks=list(callbacks),
     )
+
+
+def told(caplog: pytest.LogCaptureFixture, hook: str) -> list[str]:
+    """Return what a module of our hooks has logged."""
+    return [record.getMessage() for record in caplog.records if record.name == f"mtp_train.hooks.{hook}"]

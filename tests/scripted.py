@@ -14,15 +14,22 @@ from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
-from mtp_inference.drafters.ngram_drafter import NgramDrafter
+from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from plain_decoding import hidden_after, plain_greedy
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, chained_head, tiny_head
 from tolerances import num_terms, rounding
 
+DRAFTING: dict[str, Callable[[Trunk], Drafting]] = {
+    "recursive": lambda trunk: HeadDrafting(tiny_head(trunk)),
+    "chained": lambda trunk: HeadDrafting(chained_head(trunk, 3)),
+    "chained_drafts": lambda trunk: HeadDrafting(chained_head(trunk, 3, drafts_only=True)),
+    "ngram": lambda _: NgramDrafting(),
+}
+"""Ways to draft up to 3 tokens for a trunk."""
 PlainTexts = Mapping[tuple[int, ...], Sequence[int]]
 
 

@@ -79,12 +79,10 @@ def make_cells() -> tuple[Cell, ...]:
     return (*cells, *(make_cell(arm, task, setting) for arm in RATES for task in tasks for setting in drafting))
 
 
-def make_comparisons(
-    settings: tuple[Setting, ...] = (HEADLINE, Setting(0.6, None, 3, "sampled")),
-) -> list[ArmComparison]:
+def make_comparisons() -> list[ArmComparison]:
     """Return every pair of arms that draft, at each setting and task."""
     rows = []
-    for setting in settings:
+    for setting in (HEADLINE, Setting(0.6, None, 3, "sampled")):
         for first, second in combinations(RATES, 2):
             for task in (ALL_TASKS, *TASKS):
                 taus = [make_cell(arm, task, setting).tau or 0.0 for arm in (first, second)]

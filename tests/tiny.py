@@ -134,11 +134,11 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
     return head.eval()
 
 
-def draft_head(trunk: Trunk, kind: str, seed: int = 0, num_modules: int = 1) -> MtpHead:
+def draft_head(trunk: Trunk, kind: str, num_modules: int = 1) -> MtpHead:
     """Return a random head of another kind for a tiny trunk, in eval mode."""
     family = of_kind(trunk.family, kind)
     head = MtpHead(family, trunk.config, num_modules=num_modules, convention=family.wiring.default)
-    _randomize(head, seed + 1000)
+    _randomize(head, 1000)
     return head.eval()
 
 
@@ -149,9 +149,9 @@ def num_released_modules(trunk: Trunk) -> int:
     return trunk.family.declared_modules(config) or config.get("num_mtp_layers") or 1
 
 
-def chained_head(trunk: Trunk, num_modules: int, seed: int = 0, drafts_only: bool = False) -> MtpHead:
+def chained_head(trunk: Trunk, num_modules: int, drafts_only: bool = False) -> MtpHead:
     """Return a random head with a module for each depth, in eval mode; ``drafts_only``: no rows over a text chain."""
-    head = tiny_head(trunk, seed, num_modules)
+    head = tiny_head(trunk, num_modules=num_modules)
     head.convention = replace(head.convention, prefix="trunk" if drafts_only else "chained")
     return head
 

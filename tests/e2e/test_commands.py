@@ -14,7 +14,8 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
-from launching import outcome
+from calls import calls_of
+from launching import environment, outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -74,14 +75,7 @@ def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
     written = file.read_bytes()
     assert counts["responses"] == len(written.splitlines())
     assert not (new_run / "head").exists()
-    batches: list[int] = []
-    generate = SpeculativeDecoder.generate
-
-    def counted(decoder: SpeculativeDecoder, requests: Any, *settings: Any) -> Any:
-        batches.append(len(requests))
-        return generate(decoder, requests, *settings)
-
-    monkeypatch.setattr(SpeculativeDecoder, "generate", counted)
+    batches = calls_of(monkeypatch, SpeculativeDecoder, "generate")
     assert document(["regenerate", recipe], capfd) == counts
     assert batches == []
     # A response that got lost is the only one that is generated again.
@@ -100,11 +94,7 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
     slow: bool, answered_in: str, inputs: Path, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtypes: list[str] = []
-    generate = SpeculativeDecoder.generate
-
-    def recorded(decoder: SpeculativeDecoder, *rest: Any) -> Any:
-        dtypes.append(decoder.trunk.dtype_name)
-        return generate(decoder, *rest)
+    generated = calls_of(monkeypatch, SpeculativeDecoder, "generate")
 
     def stopped(run: Any, *_rest: Any, **_settings: Any) -> None:
         dtypes.append(run.states([]).ends.dtype_name)
@@ -118,14 +108,13 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
 
     monkeypatch.setattr("mtp_train.runs.trunks.load_trunk", counted)
     monkeypatch.setattr("mtp_train.runs.trunks.slow_halves", lambda *_: slow)
-    monkeypatch.setattr(SpeculativeDecoder, "generate", recorded)
     monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", stopped)
     # The demo is stored in bf16. Without a gate nothing else is decoded before training.
     fields = ["model.trunk=demo:finetune", "model.head_from=demo:base", "data.regenerate={max_new_tokens: 4}"]
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, gate={"enabled": False})
     assert run_command("run", recipe, *fields) == 143
-    assert set(dtypes[:-1]) == {answered_in}
-    assert dtypes[-1] == "float32"
+    assert {decoder.trunk.dtype_name for decoder, *_ in generated} == {answered_in}
+    assert dtypes == ["float32"]
     loads.clear()
     # Alone, answers need one trunk.
     assert run_command("regenerate", recipe, *fields, f"run_dir={tmp_path / 'answers'}") == 0
@@ -203,11 +192,8 @@ def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Ca
 
 def program(command: list[Any], cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     """Run a program as a user of this environment would."""
-    paths = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")]),
-    }
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
+    env = environment(PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path, new_run: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import all_tensors, own_head
+from checkpoints import all_tensors, holds, own_head
 from json_files import read_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
@@ -68,7 +68,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
 
     export = run_dir / "export"
     written = all_tensors(export)
-    assert all(torch.equal(written[key], value) for key, value in all_tensors(finetune).items())
+    assert holds(written, all_tensors(finetune))
     exported = inspected(capfd, export, "--base", base)
     assert (exported["status"], exported["stale"]) == ("healthy", False)
     assert_lossless(export)
@@ -114,7 +114,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     exported = all_tensors(run_dir / "export")
-    assert all(torch.equal(exported[key], value) for key, value in all_tensors(trunk).items())
+    assert holds(exported, all_tensors(trunk))
     assert_lossless(run_dir / "export")
 
 

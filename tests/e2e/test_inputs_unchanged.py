@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from adapters import write_adapter
-from checkpoints import all_tensors, same
+from checkpoints import all_tensors, holds
 from left_over import LAYOUTS, head_of, into_hub_cache
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import LEARNS, TINY_RESCUE, run_command, shorten_probes, tiny_mapping, write_inputs
@@ -121,4 +121,4 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
         assert hashes(inputs) == before, argv
     for written in ("run/export", "exported", "rescued/export"):
         tensors, trunk = all_tensors(tmp_path / written), all_tensors(finetune)
-        assert same({key: tensors[key] for key in trunk}, trunk)
+        assert holds(tensors, trunk)

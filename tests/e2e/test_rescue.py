@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import mtp_train as mtp
 from adapters import write_adapter
-from checkpoints import all_tensors
+from checkpoints import all_tensors, holds
 from json_files import read_json, write_rows
+from left_over import head_of
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
@@ -69,8 +70,7 @@ def status(capfd: Capture, path: str | Path) -> Any:
 
 
 def has_the_head_of(base: Path, export: Path) -> bool:
-    written = all_tensors(export)
-    return all(torch.equal(written[key], value) for key, value in all_tensors(base).items() if key.startswith("mtp."))
+    return holds(all_tensors(export), head_of(base))
 
 
 # Probes

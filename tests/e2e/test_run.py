@@ -30,8 +30,6 @@ from mtp_train.runs import run as run_module
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from runs import LEARNS, Capture, copy_run, run_command, tiny_recipe, tree
 
-QUIET = Console(quiet=True)
-
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import holds, same
 from json_files import read_json
+from launching import head
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
@@ -23,11 +25,6 @@ from mtp_train.train.select import score_of
 from runs import LEARNS, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
-
-
-def head_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    (path,) = (run_dir / "head").glob("*.safetensors")
-    return load_file(path)
 
 
 def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
@@ -44,10 +41,8 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(
     inputs: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = {**LEARNS, **UNJUDGED, "train__hidden_cache": {"directory": str(tmp_path / "shared")}}
-    found, expected = head_of(run(inputs, tmp_path / "kept", **shared)), head_of(run_dir)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
+    found, expected = head(run(inputs, tmp_path / "kept", **shared)), head(run_dir)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
     (cache,) = (tmp_path / "shared").iterdir()
 
     # Another run of the same text finds them there.
@@ -75,15 +70,15 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     worse = tmp_path / "worse" / "run"
     # Stopped at the second of twelve steps: measures are two steps apart.
     assert read_metrics(worse)[-1]["step"] == 4
-    before, after = head_of(good), head_of(worse)
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    before, after = head(good), head(worse)
+    assert holds(after, before)
     report = load_report(worse / "report.json")
     assert report.arms["retrained"].tau == report.arms["graft"].tau
     monkeypatch.chdir(tmp_path)
     command = shlex.split(str(refused.value).rpartition("not shown to be worse: ")[2])
     assert main(command[1:]) == 0
     grafted = open_checkpoint(Path(command[-1]))
-    assert all(torch.equal(grafted.read(name), value) for name, value in before.items())
+    assert same({name: grafted.read(name) for name in before}, before)
 
 
 def test_the_automatic_rate_is_recorded_and_kept(
@@ -107,7 +102,7 @@ def test_a_head_that_learns_by_lora_is_exported_like_any_other(inputs: Path, tmp
     run_dir = run(inputs, tmp_path, **{**LEARNS, "head__lora": {"r": 8, "alpha": 16}})
     base, exported = open_checkpoint(inputs / "base"), open_checkpoint(run_dir / "export")
     assert exported.tensors.keys() == base.tensors.keys()
-    trained = head_of(run_dir)
+    trained = head(run_dir)
     # LoRA adapts matrices and leaves norms.
     assert all(torch.equal(value, base.read(key)) == (value.ndim == 1) for key, value in trained.items())
     state = max((run_dir / "state").glob("step-*"))

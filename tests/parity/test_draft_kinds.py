@@ -21,13 +21,13 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, of_kind
+from mtp_train.families import of_kind
 from mtp_train.families.kinds.eagle3 import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from redrafted import unrolled
 from scripted import plain_texts, random_prompt, spied_drafts
-from tiny import draft_head, tiny_trunk
+from tiny import draft_head, family_of, tiny_trunk
 
 # One that is read after its final norm, one before it, one whose embedding is scaled, one with a recurrent state.
 TRUNKS = ("llama", "qwen2", "gemma3_text", "qwen3_5")
@@ -159,14 +159,9 @@ def test_a_layer_that_adds_to_the_normed_state_is_read_too(trunk_name: str) -> N
     trunk, head = draft_models(trunk_name, "eagle3")
     layer = head.get_submodule("blocks.0.layer")
     assert isinstance(layer, Eagle3Layer)
-    tokens = random_prompt(9, seed=5)
-    trunk.show_layers(head.trunk_layers)
-    with torch.inference_mode():
-        plain, layer.adds_normed = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS), True
-        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
-        expected = by_hand(trunk, head, adds_normed=True)(tokens, NUM_DEPTHS)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **TOLERANCE)
+    (plain, _), layer.adds_normed = unrolled_and_by_hand(trunk, head), True
+    found, expected = unrolled_and_by_hand(trunk, head, adds_normed=True)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
     assert not torch.allclose(plain[0], found[0], atol=1e-2)
 
 
@@ -182,27 +177,24 @@ def states_of_own_drafts(trunk: Trunk, head: MtpHead, tokens: list[int], num_dep
     return read
 
 
+@torch.inference_mode()
+def unrolled_and_by_hand(trunk: Trunk, head: MtpHead, **wrongly: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the states of the training unroll and those by hand, each fed with its own drafts."""
+    trunk.show_layers(head.trunk_layers)
+    tokens = random_prompt(9, seed=5)
+    return states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS), by_hand(trunk, head, **wrongly)(tokens, NUM_DEPTHS)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trunk_name", TRUNKS)
 def test_training_unrolls_what_decoding_drafts(trunk_name: str, kind: str) -> None:
-    trunk, head = draft_models(trunk_name, kind)
-    trunk.show_layers(head.trunk_layers)
-    tokens = random_prompt(9, seed=5)
-    with torch.inference_mode():
-        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
-        expected = by_hand(trunk, head)(tokens, NUM_DEPTHS)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **TOLERANCE)
+    found, expected = unrolled_and_by_hand(*draft_models(trunk_name, kind))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("wrongly", [{"later": 1}, {"recycles_normed": True}])
 def test_what_is_wired_otherwise_shows(wrongly: dict[str, object]) -> None:
-    trunk, head = draft_models("qwen3_5", "eagle3")
-    trunk.show_layers(head.trunk_layers)
-    tokens = random_prompt(9, seed=5)
-    with torch.inference_mode():
-        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
-        expected = by_hand(trunk, head, **wrongly)(tokens, NUM_DEPTHS)
+    found, expected = unrolled_and_by_hand(*draft_models("qwen3_5", "eagle3"), **wrongly)
     assert not torch.allclose(found[-1], expected[-1], atol=1e-2)
 
 
@@ -241,9 +233,8 @@ def test_a_block_for_each_depth_is_all_there_is() -> None:
 
 
 def test_trunks_with_heads_of_their_own_keep_to_those() -> None:
-    family = next(family for family in FAMILIES if family.name == "deepseek_v3")
     with pytest.raises(UnsupportedModelError, match=r"Write head\.kind: mtp"):
-        of_kind(family, "eagle3")
+        of_kind(family_of("deepseek_v3"), "eagle3")
 
 
 # What was exported

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+import engine_parity
 from checkpoints import save_with_head, set_fields
+from engines.launch import ENGINES, engine_threads, run_program
+from engines.ours import decode
+from engines.verdict import count_controls, is_evidence
+from engines.witness import Task, compare_decoding, controls, job_of, witness
 from json_files import read_json, write_json
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
 from repository import SCRIPTS
 from tiny import random_tokens, tiny_head, tiny_trunk
+from witness_maker.making import make_witness
 
 PROMPTS = random_tokens(7, 4).tolist()
 NEW_TOKENS = 40
@@ -32,18 +38,7 @@ PYTHONS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engines() -> Iterator[None]:
-    """Make ``scripts/engines`` importable for the tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
-
-
 def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executable) -> Any:
-    from engines.launch import ENGINES
-    from engines.witness import Task
-
     return Task(
         engine=ENGINES[engine],
         kind="decode" if ENGINES[engine].decodes else "logits",
@@ -67,12 +62,9 @@ def skip_without_mtp_model() -> None:
 
 
 @pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, Mapping[str, Any]]:
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Mapping[str, Any]]:
     """Let transformers decode a tiny checkpoint with its own MTP, in a process of its own."""
     skip_without_mtp_model()
-    from engines.launch import run_program
-    from engines.witness import job_of
-
     directory = tmp_path_factory.mktemp("witness")
     trunk = tiny_trunk("glm4_moe")
     save_with_head(trunk, tiny_head(trunk), directory / "checkpoint")
@@ -81,8 +73,6 @@ def decoded(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[An
 
 
 def test_transformers_drafts_accepts_and_says_what_we_do(decoded: tuple[Any, Mapping[str, Any]]) -> None:
-    from engines.witness import compare_decoding
-
     entry = compare_decoding(decoded[0], 1, decoded[1])
     assert (entry["verdict"], entry["texts_equal"]) == ("equal", len(PROMPTS))
     assert entry["near_ties"]["ours"] == entry["near_ties"]["theirs"] == []
@@ -109,8 +99,6 @@ def test_transformers_drafts_with_every_attached_head_that_it_is_said_to_draft_w
     monkeypatch.syspath_prepend(str(SCRIPTS / "engines" / "programs"))
     from run_transformers import load, rounds_of
 
-    from engines.witness import compare_decoding
-
     trunk = tiny_trunk(family_name)
     path = save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
     set_fields(path, ON_TERMS.get(family_name, {}))
@@ -123,8 +111,6 @@ def test_transformers_drafts_with_every_attached_head_that_it_is_said_to_draft_w
 
 
 def test_a_spoilt_head_is_seen(decoded: tuple[Any, Mapping[str, Any]]) -> None:
-    from engines.witness import compare_decoding
-
     task = replace(decoded[0])
     for subject in (task.tested, task.fp32):
         norm = subject.head.blocks[0].final_norm.weight
@@ -137,9 +123,6 @@ def test_a_spoilt_head_is_seen(decoded: tuple[Any, Mapping[str, Any]]) -> None:
 def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     decoded: tuple[Any, Mapping[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import engine_parity
-    from engines.launch import engine_threads
-
     task, document = decoded
     monkeypatch.setattr("engines.witness.run_program", lambda *_: document)
     write_json(tmp_path / "prompts.json", PROMPTS)
@@ -199,8 +182,6 @@ def test_an_installed_engine_does_what_we_do(engine: str, tmp_path: Path) -> Non
     python = os.environ.get(PYTHONS[engine])
     if python is None:
         pytest.skip(f"{engine}: {PYTHONS[engine]} names no interpreter")
-    from engines.witness import witness
-
     entry, versions = witness(task_for(engine, "demo:base", tmp_path, python), 3, with_controls=False)
     assert entry["verdict"] in ("equal", "explained")
     assert versions["torch"]
@@ -210,11 +191,8 @@ def test_an_installed_engine_does_what_we_do(engine: str, tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, dict[str, Any]]:
+def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """Make a trunk and an EAGLE-3 head, and have our own decoder play the engine that drafts with it."""
-    from engines.witness import compare_decoding
-    from witness_maker.making import make_witness
-
     directory = tmp_path_factory.mktemp("beside")
     make_witness("qwen3", directory, num_steps=1, seed=0, kind="eagle3", num_drafted=50)
     task = replace(
@@ -231,16 +209,12 @@ def beside(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any
 
 
 def our_document(task: Any) -> dict[str, Any]:
-    from engines.ours import decode
-
     texts = decode(task.tested, task.prompts, depth=2, max_new_tokens=12, eos_ids=(), leading_row=False)
     rounds = [[{"drafts": one.drafts, "committed": one.committed} for one in text.rounds] for text in texts]
     return {"engine": "ours", "texts": rounds, "eos_ids": [], "counters": {}}
 
 
 def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_path: Path) -> None:
-    from engines.witness import compare_decoding, controls
-
     save_with_head(tiny_trunk("deepseek_v4"), tiny_head(tiny_trunk("deepseek_v4")), tmp_path / "checkpoint")
     task = task_for("vllm", str(tmp_path / "checkpoint"), tmp_path / "work")
     task = replace(task, prompts=PROMPTS[:1], max_new_tokens=12, dtype="float32")
@@ -255,8 +229,6 @@ def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_p
 
 
 def test_drafts_are_the_best_of_those_that_may_be_drafted(beside: tuple[Any, dict[str, Any]]) -> None:
-    from engines.witness import compare_decoding
-
     task, ours = beside
     entry = compare_decoding(task, 2, ours)
     assert entry["near_ties"]["ours"] == []
@@ -267,8 +239,6 @@ def test_drafts_are_the_best_of_those_that_may_be_drafted(beside: tuple[Any, dic
 
 @pytest.mark.parametrize("control", ["later_layers", "other_tokens"])
 def test_other_layers_and_other_tokens_are_seen(control: str, beside: tuple[Any, dict[str, Any]]) -> None:
-    from engines.witness import compare_decoding
-
     assert compare_decoding(replace(beside[0], control=control), 2, beside[1])["verdict"] == "different"
 
 
@@ -281,9 +251,6 @@ def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
     python = os.environ.get(PYTHONS[engine])
     if python is None:
         pytest.skip(f"{engine}: {PYTHONS[engine]} names no interpreter")
-    from engines.launch import ENGINES
-    from engines.witness import witness
-
     task = replace(
         beside[0],
         engine=ENGINES[engine],
@@ -297,8 +264,6 @@ def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
 
 
 def test_a_record_in_which_no_control_changed_the_result_is_no_evidence() -> None:
-    from engines.verdict import count_controls, is_evidence
-
     def entries(*controls: str) -> dict[str, Any]:
         told = {str(number): {"verdict": verdict} for number, verdict in enumerate(controls)}
         return {"1": {"verdict": "equal"}, "3": {"verdict": "equal", "controls": told}}

@@ -22,7 +22,15 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from adapters import assert_like_peft, write_adapter
-from checkpoints import all_tensors, own_head, same, save_stripped, save_tensors, save_with_head, shared_by_the_head
+from checkpoints import (
+    all_tensors,
+    holds,
+    own_head,
+    save_stripped,
+    save_tensors,
+    save_with_head,
+    shared_by_the_head,
+)
 from heads_by_hand import HANDS, forward_by_hand
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train import graft, inspect, merge
@@ -258,8 +266,8 @@ def test_where_all_rows_stand_changes_nothing(built: Built) -> None:
     hidden_1TD, embed = trunk.head_input(trunk.hidden(tokens_1T), head.convention), head.embedding(trunk.embed)
     plain = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
     head.convention = dataclasses.replace(head.convention, position_offset=1)
-    for moved, expected in zip(unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS), plain, strict=True):
-        torch.testing.assert_close(moved, expected, atol=2e-4, rtol=0)
+    moved = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
+    torch.testing.assert_close(moved, plain, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family_name", [name for name in ALL_FAMILIES if family_of(name).attached])
@@ -398,8 +406,8 @@ def batch() -> PackedBatch:
     return PackedBatch(tokens_BT, positions_BT, document_BT, (document_BT == 0) & (positions_BT > 3))
 
 
-def module_of(built: Built, head: MtpHead | None = None, **options: Any) -> HeadTraining:
-    head = copy.deepcopy(built.head) if head is None else head
+def module_of(built: Built, **options: Any) -> HeadTraining:
+    head = copy.deepcopy(built.head)
     return HeadTraining(TrunkStates(built.trunk), head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0, **options)
 
 
@@ -417,9 +425,7 @@ def test_every_parameter_that_is_trained_gets_a_gradient(built: Built) -> None:
     assert not any(".indexer." in name for name in gradient)
     # Running the head once more for the backward pass changes none.
     recomputed = gradient_of(module_of(built, recompute=True))
-    assert recomputed.keys() == gradient.keys()
-    for name, value in gradient.items():
-        torch.testing.assert_close(recomputed[name], value, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(recomputed, gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> None:
@@ -493,9 +499,9 @@ def assert_holds(out: Path, finetune: Path, base: Path, own: Mapping[str, Tensor
     tuned = all_tensors(finetune)
     original = all_tensors(base)
     layout = layout_of(open_checkpoint(base))
-    assert same({key: written[key] for key in tuned}, tuned)
+    assert holds(written, tuned)
     assert written.keys() - tuned.keys() == {key for key in original if layout.is_head_key(key)}
-    assert same({key: written[key] for key in own}, dict(own))
+    assert holds(written, own)
     shared_by_the_head(out)
     fields = open_checkpoint(base).family.declaration.fields
     ours, theirs = (open_checkpoint(path).text_config for path in (out, base))

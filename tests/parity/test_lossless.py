@@ -150,19 +150,8 @@ def keep_the_last_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentLayers, "commit", spoil)
 
 
-@pytest.mark.parametrize(
-    ("broken", "spoil"), [("recurrent", commit_everything), ("conv", keep_the_last_inputs)], ids=["recurrent", "conv"]
-)
-def test_a_state_that_keeps_rejected_drafts_is_found(
-    broken: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch)
-    is_plain, rounds = run_rounds("recurrent", [3])
-    assert not is_plain
-    assert max(errors[broken] for rows in rounds for errors in rows) > far_off("recurrent")
-
-
-def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_the_first_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the compressed keys of rejected drafts."""
     write = CompressedStore.write_entries
 
     def keep_the_first(store: CompressedStore, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
@@ -174,9 +163,6 @@ def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.Monke
         return found_BEX
 
     monkeypatch.setattr(CompressedStore, "write_entries", keep_the_first)
-    is_plain, rounds = run_rounds("compressed", [3])
-    assert not is_plain
-    assert max(errors["entries"] for rows in rounds for errors in rows) > far_off("compressed")
 
 
 def forget_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +175,22 @@ def forget_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.skipif("convolved" not in CACHE_KINDS, reason="this transformers has no Inkling")
-def test_convolution_inputs_that_drafts_write_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_what_came_before(monkeypatch)
-    is_plain, rounds = run_rounds("convolved", [3])
+SPOILT = [
+    ("recurrent", "recurrent", commit_everything),
+    ("recurrent", "conv", keep_the_last_inputs),
+    ("compressed", "entries", keep_the_first_entries),
+    ("convolved", "conv", forget_what_came_before),
+]
+
+
+@pytest.mark.parametrize(("kind", "broken", "spoil"), [one for one in SPOILT if one[0] in CACHE_KINDS])
+def test_a_state_that_rejected_drafts_changed_is_found(
+    kind: str, broken: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    is_plain, rounds = run_rounds(kind, [3])
     assert not is_plain
-    assert max(errors["conv"] for rows in rounds for errors in rows) > far_off("convolved")
+    assert max(errors[broken] for rows in rounds for errors in rows) > far_off(kind)
 
 
 # transformers' indexer of blocks refuses positions past the last key by itself.

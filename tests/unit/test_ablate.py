@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from repository import SCRIPTS
+import ablate
+from recorded_ablation import contrasts, tables
 from runs import Capture, write_inputs, write_recipe
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
 
 
 def record(cells: dict[str, list[list[int]]], groups: int = 0) -> dict[str, Any]:
@@ -31,8 +24,6 @@ def record(cells: dict[str, list[list[int]]], groups: int = 0) -> dict[str, Any]
 
 
 def test_cells_that_differ_in_one_thing_are_compared_prompt_by_prompt() -> None:
-    from recorded_ablation import contrasts, tables
-
     # The second of each text is one draft better on every prompt, whose spread is far larger than that.
     low, high = [[0, 4, 8, 2], [1, 5, 7, 3]], [[1, 5, 9, 3], [2, 6, 8, 4]]
     document = record({"self-exact-kl": low, "self-exact-ce": high, "corpus-exact-kl": high, "corpus-exact-ce": high})
@@ -52,8 +43,6 @@ def test_cells_that_differ_in_one_thing_are_compared_prompt_by_prompt() -> None:
 
 def test_gains_are_judged_over_groups_and_seeds() -> None:
     """A gain is not significant if it varies between seeds (even if equal over groups), or with few groups."""
-    from recorded_ablation import contrasts
-
     base, better = [3, 4, 5, 4] * 5, [5, 6, 7, 7] * 5
 
     def survives(*seeds: list[int], groups: int = 0) -> bool:
@@ -78,8 +67,6 @@ def recipe(tmp_path: Path) -> Path:
 def test_every_cell_is_trained_measured_and_not_done_twice(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    import ablate
-
     out = tmp_path / "out"
     argv = [str(recipe), "--out", str(out), "--losses", "kl,ce", "--unrolls", "exact,fastmtp", "--seeds", "2"]
     found = ablate.main(argv)

@@ -24,21 +24,19 @@ def counts(prompt_id: str, rounds: int, *accepted: int, group: str | None = None
     return PromptCounts(prompt_id, rounds, rounds * len(accepted), accepted, committed, group or prompt_id)
 
 
-def decoded(
-    shares: np.ndarray, seed: int, rounds: int = 40, depth: int = 3, groups: Sequence[str] = ()
-) -> list[PromptCounts]:
+def decoded(shares: np.ndarray, seed: int, groups: Sequence[str] = ()) -> list[PromptCounts]:
     """Simulate prompts whose rounds accept each next draft with the prompt's own chance."""
     rng = np.random.default_rng(seed)
     result = []
     for i, share in enumerate(shares):
-        lengths = np.minimum(rng.geometric(1.0 - share, size=rounds) - 1, depth)
-        accepted = (int((lengths > pos).sum()) for pos in range(depth))
-        result.append(counts(f"p{i}", rounds, *accepted, group=groups[i] if groups else None))
+        lengths = rng.geometric(1.0 - share, size=40) - 1
+        accepted = (int((lengths > pos).sum()) for pos in range(3))
+        result.append(counts(f"p{i}", 40, *accepted, group=groups[i] if groups else None))
     return result
 
 
-def difficulty(num_prompts: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(0.2, 0.8, size=num_prompts)
+def difficulty(num_prompts: int) -> np.ndarray:
+    return np.random.default_rng(7).uniform(0.2, 0.8, size=num_prompts)
 
 
 def width(interval: tuple[float, float] | None) -> float:

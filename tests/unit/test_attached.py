@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from checkpoints import save_stripped, save_tensors, set_fields
+from checkpoints import holds, save_stripped, save_tensors, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import UnsupportedModelError
@@ -115,7 +115,7 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
     loaded = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.float32)
     head = build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
     theirs, ours = loaded.layers[1].state_dict(), head.blocks[0].layer.state_dict()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items()) == (start == "copy_last_layer")
+    assert holds(ours, theirs) == (start == "copy_last_layer")
     (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(loaded, [1, 2, 3], 12, ())
 

@@ -19,12 +19,12 @@ import mtp_inference.capture
 import mtp_inference.decoder
 import mtp_inference.drafters.drafter
 import mtp_inference.session
+import scripted
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.rule import first_broken
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
@@ -32,7 +32,7 @@ from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from scripted import RereadingDrafter, RereadingDrafting, random_prompt
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def counts(results: list[GenerationResult]) -> list[tuple[tuple[int, ...], int, 
 
 
 def decoded(
-    trunk: Trunk, drafting: Drafting | None, requests: list[Request], *, captures: bool, depth: int = 3
+    trunk: Trunk, drafting: Drafting | None, requests: list[Request], *, captures: bool
 ) -> list[GenerationResult]:
     """Decode on two rows, so that rows are filled again."""
     return SpeculativeDecoder(
-        trunk, drafting, depth, (), draft_sampling="sampled", max_batch=2, captures=captures
+        trunk, drafting, 3, (), draft_sampling="sampled", max_batch=2, captures=captures
     ).generate(requests)
 
 
@@ -114,21 +114,19 @@ def assert_replays_as_it_runs(
             assert list(result.token_ids) == plain_greedy(trunk, request.prompt_ids, request.max_new_tokens, ())
 
 
-DRAFTING: dict[str, Callable[[str], Drafting | None]] = {
-    "plain": lambda name: None,
-    "recursive": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
-    "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 3)),
-    "chained_drafts": lambda name: HeadDrafting(chained_head(trunk_of(name), 3, drafts_only=True)),
-    "reduced": lambda name: HeadDrafting(tiny_head(trunk_of(name)), torch.arange(0, VOCAB_SIZE, 2)),
-    "ngram": lambda name: NgramDrafting(),
-    "model": lambda name: RereadingDrafting(nearly_tiny(name)),
+DRAFTING: dict[str, Callable[[Trunk], Drafting | None]] = {
+    **scripted.DRAFTING,
+    "plain": lambda _: None,
+    "reduced": lambda trunk: HeadDrafting(tiny_head(trunk), torch.arange(0, VOCAB_SIZE, 2)),
+    "model": lambda trunk: RereadingDrafting(nearly_tiny(trunk.family.name)),
 }
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_replayed_round_does_what_python_did(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
-    assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, Sampling()), as_on_a_gpu)
+    trunk = trunk_of(name)
+    assert_replays_as_it_runs(trunk, DRAFTING[drafting](trunk), requests_of(3, Sampling()), as_on_a_gpu)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,8 @@ def test_a_replayed_round_does_what_python_did(name: str, drafting: str, as_on_a
     ],
 )
 def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
-    assert_replays_as_it_runs(trunk_of(name), DRAFTING[drafting](name), requests_of(3, SAMPLED), as_on_a_gpu)
+    trunk = trunk_of(name)
+    assert_replays_as_it_runs(trunk, DRAFTING[drafting](trunk), requests_of(3, SAMPLED), as_on_a_gpu)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "deepseek_v4"])

@@ -51,14 +51,7 @@ def test_the_familys_own_chain_drafts_other_tokens(family_name: str) -> None:
     for name, convention in (("drafts", head.convention), ("auto", trunk.family.wiring.default), ("placed", placed)):
         head.convention = convention
         rounds[name] = spied_drafts(trunk, head, [3] * 6, deepest=NUM_MODULES)
-    assert rounds["auto"] == rounds["placed"]
-    pairs = [
-        (ours, chained)
-        for rows, others in zip(rounds["drafts"], rounds["auto"], strict=True)
-        for (_, ours), (_, chained) in zip(rows, others, strict=True)
-    ]
-    assert all(ours[0] == chained[0] for ours, chained in pairs)
-    assert sum(ours != chained for ours, chained in pairs) > len(pairs) / 2
+    assert rounds["auto"] == rounds["placed"] != rounds["drafts"]
 
 
 @pytest.mark.parametrize(("convention", "num_rows"), [("llama.cpp", 0), ("auto", 12 - 1 + 12 - 2)])
@@ -99,6 +92,4 @@ def test_what_every_module_reads_of_the_text_trains_it(family_name: str, recompu
     text, drafts = random_prompt(10), random_prompt(3, seed=1)
     expected = gradient(head, states_from_scratch(trunk, head, text, 3, drafts))
     found = gradient(head, states_of_training(trunk, head, text, drafts, recompute=recompute))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -62,6 +62,14 @@ def planned(recipe: dict[str, Any], processes: int, device: str = "H100") -> Che
     return check(recipe, processes=processes, device=device)
 
 
+def fits(recipe: dict[str, Any], arguments: str, device: str) -> bool:
+    """Return whether a recipe fits with arguments that a plan named."""
+    words = shlex.split(arguments)
+    processes = int(words[-1]) if "--processes" in words else 1
+    overrides = [word for word in words if "=" in word]
+    return check(recipe, overrides, processes=processes, device=device).room.problem is None
+
+
 def test_memory_of_nine_billion_parameters_on_one_gpu(recipe: dict[str, Any]) -> None:
     memory = planned(recipe, 1).memory
     assert memory.trunk_parameters == TRUNK == 8_953_803_264
@@ -111,10 +119,7 @@ def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe:
     assert "model.offload=cpu" in needed.fitting
     assert "\nlaunch" not in str(needed)
     for arguments in needed.fitting:
-        words = shlex.split(arguments)
-        processes = int(words[-1]) if "--processes" in words else 1
-        overrides = [word for word in words if "=" in word]
-        assert check(recipe, overrides, processes=processes, device="24GiB").room.problem is None, arguments
+        assert fits(recipe, arguments, "24GiB"), arguments
     assert planned(recipe, 1, "32GiB").fitting == {}
     found = planned(recipe, 2, "12GiB")
     assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
@@ -138,9 +143,7 @@ def test_settings_that_fit_do_so_with_the_automatic_ones_that_follow_them(
     assert needed.recipe.train.micro_batch_sequences == 1
     assert needed.fitting
     for arguments in needed.fitting:
-        words = [word for word in shlex.split(arguments) if "=" in word]
-        processes = int(arguments.partition("--processes ")[2] or 1)
-        assert check(automatic, words, processes=processes, device="20GiB").room.problem is None, arguments
+        assert fits(automatic, arguments, "20GiB"), arguments
 
 
 def test_the_plan_has_the_cost_of_selecting_the_best_step(recipe: dict[str, Any]) -> None:

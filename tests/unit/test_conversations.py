@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
+from calls import calls_of
 from json_files import write_rows
-from mtp_train.checkpoints.tokenizer import render_chat, require_variables, template_variables
+from mtp_train.checkpoints.tokenizer import require_variables, template_variables
 from mtp_train.data import tokenize
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
 from mtp_train.data.sources import load_records
@@ -91,6 +92,7 @@ def conversation(call: dict[str, Any]) -> list[dict[str, Any]]:
 
 AS_LOGGED = conversation(call_with(json.dumps(CALL["function"]["arguments"])))  # type: ignore[index]
 AS_SERVED = conversation(CALL)
+GREETED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
 def record_of(**values: object) -> Record:
@@ -142,14 +144,13 @@ def test_arguments_as_text_are_not_encoded_twice(name: str) -> None:
 @pytest.mark.parametrize("form", ["record", "record as text", "defaults"])
 def test_thinking_can_be_switched_off(form: str) -> None:
     tokenizer = byte_tokenizer(THINKS)
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     off: dict[str, object] = {"enable_thinking": False}
     given = {"record": off, "record as text": json.dumps(off), "defaults": None}[form]
-    record = record_of(messages=messages, chat_template_kwargs=given)
+    record = record_of(messages=GREETED, chat_template_kwargs=given)
     record = with_variables(record, off if form == "defaults" else {"enable_thinking": True})
     (prompt,) = build_prompts([record], tokenizer)
     asked = tokenizer.apply_chat_template(
-        messages[:1], add_generation_prompt=True, return_dict=False, enable_thinking=False
+        GREETED[:1], add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
     assert list(prompt.prompt_ids) == asked
     assert str(tokenizer.decode(asked)).endswith("</think>\n\n")
@@ -160,9 +161,10 @@ def test_thinking_can_be_switched_off(form: str) -> None:
 def test_another_template_for_tools_is_used() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": CHATML, "tool_use": THINKS}
-    messages = [{"role": "user", "content": "hi"}]
     texts = [
-        str(tokenizer.decode(list(build_prompts([record_of(messages=messages, tools=one)], tokenizer)[0].prompt_ids)))
+        str(
+            tokenizer.decode(list(build_prompts([record_of(messages=GREETED[:1], tools=one)], tokenizer)[0].prompt_ids))
+        )
         for one in (None, [], TOOLS)
     ]
     assert ["# Tools" in text for text in texts] == [False, False, True]
@@ -179,9 +181,8 @@ def test_the_variables_of_a_template_are_found() -> None:
 
 
 def test_what_the_template_reads_and_is_not_passed_is_counted_and_named(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    rows = [{"messages": messages, "enable_thinking": on, "score": 1} for on in (True, False, None)]
-    rows.append({"messages": messages, "chat_template_kwargs": {"enable_thinking": False, "mode": 1}})
+    rows = [{"messages": GREETED, "enable_thinking": on, "score": 1} for on in (True, False, None)]
+    rows.append({"messages": GREETED, "chat_template_kwargs": {"enable_thinking": False, "mode": 1}})
     write_rows(tmp_path / "a.jsonl", rows)
     records = load_records(str(tmp_path / "a.jsonl"))
     assert template_notes(records, byte_tokenizer(THINKS)) == [
@@ -212,8 +213,7 @@ def test_turns_that_the_template_leaves_out_are_counted_by_role(monkeypatch: pyt
     )
     records = [chat("developer", "user", "assistant")] * 3 + [chat("system", "user", "assistant", "tool", "user")] * 2
     records += [chat("user", "system", "user")] * 4
-    rendered = []
-    monkeypatch.setattr(tokenize, "render_chat", lambda *args, **how: rendered.append(1) or render_chat(*args, **how))
+    rendered = calls_of(monkeypatch, tokenize, "render_chat")
     assert template_notes(records, byte_tokenizer(ignores)) == [
         "3 of 9 records have a first developer turn, which the chat template leaves out",
         "4 of 9 records have a later system turn, which the chat template leaves out",
@@ -248,7 +248,7 @@ def test_a_record_cannot_set_what_is_set_here() -> None:
 
 
 def test_a_suite_passes_tools_and_variables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    messages = [{"role": "user", "content": "hi"}]
+    messages = GREETED[:1]
     rows: list[dict[str, Any]] = [{"messages": messages, "tools": TOOLS}, {"prompt": messages}]
     rows += [{"instruction": "hi", "documents": []}, {"prompt": "raw", "tools": TOOLS}]
     write_rows(tmp_path / "s.jsonl", rows)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from calls import calls_of
 from mtp_inference import SpeculativeDecoder, cpu_layers
 from mtp_inference.cpu_layers import CpuLayers, is_plain
 from mtp_train.trunk.precision import bf16_support
@@ -17,21 +20,13 @@ DEPTH = 3
 
 
 @pytest.fixture(autouse=True)
-def packs(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The matrices in the order in which they were packed; tiny ones are packed too."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("packs on x86 CPUs")
     monkeypatch.setattr(cpu_layers, "MIN_NUMBERS", 1)
     run_on_amd(monkeypatch, False)
-    packed: list[Tensor] = []
-    pack = cpu_layers.pack
-
-    def noted(weight: Tensor) -> Tensor:
-        packed.append(weight)
-        return pack(weight)
-
-    monkeypatch.setattr(cpu_layers, "pack", noted)
-    return packed
+    return calls_of(monkeypatch, cpu_layers, "pack")
 
 
 def run_on_amd(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
@@ -46,14 +41,14 @@ def decode(decoder: SpeculativeDecoder) -> list[list[int]]:
 
 @pytest.mark.parametrize("is_amd", [False, True])
 def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(
-    is_amd: bool, packs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    is_amd: bool, packs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_on_amd(monkeypatch, is_amd)
     trunk = tiny_trunk("qwen3_5")
     before = {name: dict(module.__dict__) for name, module in trunk.causal_lm.named_modules()}
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk), DEPTH, eos_ids=())
     texts = decode(decoder)
-    assert len(packs) == len({id(weight) for weight in packs}) > 8
+    assert len(packs) == len({id(weight) for (weight,) in packs}) > 8
     assert {name: dict(module.__dict__) for name, module in trunk.causal_lm.named_modules()} == before
     again = SpeculativeDecoder(trunk, decoder.drafting, DEPTH, eos_ids=())
     count = len(packs)
@@ -64,7 +59,7 @@ def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("how", ["in place", "through data", "another tensor"])
-def test_a_changed_weight_is_packed_again(packs: list[Tensor], how: str) -> None:
+def test_a_changed_weight_is_packed_again(packs: list[Any], how: str) -> None:
     layer = nn.Linear(8, 6)
     layers = CpuLayers([layer])
     input_BTD = torch.randn(1, 4, 8)
@@ -104,7 +99,7 @@ def test_any_number_of_rows_is_multiplied(
     shape: tuple[int, ...],
     bias: bool,
     dtype: torch.dtype,
-    packs: list[Tensor],
+    packs: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_on_amd(monkeypatch, is_amd)

@@ -13,7 +13,7 @@ import datasets
 import pytest
 
 from json_files import write_rows
-from mtp_train.data.records import Chat, PlainText, PromptResponse, text_group
+from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, text_group
 from mtp_train.data.sources import load_records, local_files
 from mtp_train.errors import DataError
 
@@ -28,6 +28,17 @@ def user(text: str) -> dict[str, str]:
 def write_lines(path: Path, rows: list[Any]) -> str:
     write_rows(path, rows)
     return str(path)
+
+
+def write_table(path: Path, rows: list[Any]) -> None:
+    if path.suffix == ".jsonl":
+        write_rows(path, rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+
+
+def contents(source: Path | str, **options: Any) -> list[Content]:
+    return [record.content for record in load_records(str(source), **options)]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +59,7 @@ def write_lines(path: Path, rows: list[Any]) -> str:
     ],
 )
 def test_the_format_is_found_from_the_columns(tmp_path: Path, row: dict[str, Any], content: object) -> None:
-    records = load_records(write_lines(tmp_path / "a.jsonl", [row]))
-    assert [record.content for record in records] == [content]
+    assert contents(write_lines(tmp_path / "a.jsonl", [row])) == [content]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +81,7 @@ def test_columns_of_other_names_are_named(
 ) -> None:
     row = {"question": "hi", "answer": "hello", "hint": "short", "text": CHAT}
     path = tmp_path / f"a{suffix}"
-    if suffix == ".jsonl":
-        write_lines(path, [row])
-    else:
-        datasets.Dataset.from_list([row]).to_parquet(path)
+    write_table(path, [row])
     (record,) = load_records(str(path), columns=columns)
     assert record.content == content
     read = {*columns.values()}
@@ -92,8 +99,7 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
 
     def found(directory: str, **options: Any) -> str:
-        records = load_records(str(tmp_path / directory), **options)
-        return "".join(record.content.text for record in records if isinstance(record.content, PlainText))
+        return "".join(one.text for one in contents(tmp_path / directory, **options) if isinstance(one, PlainText))
 
     assert found("one") == found("both") == "abcd"
     assert found("one", split="train[:2]") == "ab"
@@ -112,8 +118,7 @@ def test_compressed_files_are_read(tmp_path: Path, suffix: str, module: Any) -> 
     (tmp_path / f"a.jsonl{suffix}").write_bytes(module.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     (tmp_path / f"a.txt{suffix}").write_bytes(module.compress(b"one\n\ntwo\n"))
     for kind in ("jsonl", "txt"):
-        records = load_records(str(tmp_path / f"a.{kind}{suffix}"))
-        assert [record.content for record in records] == [PlainText("one"), PlainText("two")]
+        assert contents(tmp_path / f"a.{kind}{suffix}") == [PlainText("one"), PlainText("two")]
 
 
 def test_a_file_whose_compression_needs_a_package_names_it(tmp_path: Path) -> None:
@@ -143,10 +148,7 @@ def test_records_with_media_in_a_column_of_their_own_are_skipped_and_counted(
     path = tmp_path / f"a{suffix}"
     chat = [{"role": "user", "content": "what is <image>?"}, {"role": "assistant", "content": "a cat"}]
     rows = [{"messages": chat, column: held}, *({"messages": chat, column: empty} for _ in range(2))]
-    if suffix == ".jsonl":
-        write_lines(path, rows)
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(path)
+    write_table(path, rows)
     assert [record.id for record in load_records(str(path))] == [f"{path}#2", f"{path}#3"]
     assert (
         f"skipped 1 of 3 records, which have image, audio or other parts that are not text. The first is {path}, "
@@ -160,15 +162,15 @@ def test_images_are_not_decoded(tmp_path: Path) -> None:
     rows = [{"text": "a", "image": {"bytes": b"no image", "path": None}}, {"text": "b", "image": None}]
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     datasets.Dataset.from_list(rows, features=features).to_parquet(path)
-    assert [record.content for record in load_records(str(path))] == [PlainText("b")]
+    assert contents(path) == [PlainText("b")]
 
 
 def test_the_splits_of_a_directory_are_kept_apart(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         write_lines(tmp_path / "data" / f"{split}-00000-of-00001.jsonl", [{"text": split}])
-    assert [record.content for record in load_records(str(tmp_path))] == [PlainText("train")]
-    assert [record.content for record in load_records(str(tmp_path), split="test")] == [PlainText("test")]
+    assert contents(tmp_path) == [PlainText("train")]
+    assert contents(tmp_path, split="test") == [PlainText("test")]
 
 
 def test_splits_and_slices_of_text_files_keep_their_opening(tmp_path: Path) -> None:
@@ -209,13 +211,13 @@ LOOKS_LIKE_JSON = [
 @pytest.mark.parametrize("layout", ["a.jsonl", "a.json", "train.jsonl"])
 def test_text_is_never_reinterpreted(tmp_path: Path, layout: str) -> None:
     """A column of strings that look like something else, beside contents in parts."""
-    contents: list[Any] = [*LOOKS_LIKE_JSON, [{"type": "text", "text": "in parts"}]]
-    rows: list[Any] = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    held: list[Any] = [*LOOKS_LIKE_JSON, [{"type": "text", "text": "in parts"}]]
+    rows: list[Any] = [{"messages": [{"role": "user", "content": content}]} for content in held]
     path = tmp_path / layout
     path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
     # A directory is read by a builder of its own.
-    found = load_records(str(tmp_path if path.stem == "train" else path))
-    texts = [record.content.messages[0]["content"] for record in found if isinstance(record.content, Chat)]
+    found = contents(tmp_path if path.stem == "train" else path)
+    texts = [one.messages[0]["content"] for one in found if isinstance(one, Chat)]
     assert texts == [*LOOKS_LIKE_JSON, "in parts"]
 
 
@@ -236,11 +238,9 @@ def test_half_of_a_surrogate_pair_is_refused_under_its_own_number(tmp_path: Path
 
 def test_slices_count_records_and_not_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"text": "a"}\n\n{"text": "b"}\r\n{"text": "\u2028c"}\n{"text": "d"}')
-    found = load_records(str(tmp_path / "a.jsonl"), split="train[25%:75%]")
-    assert [record.content for record in found] == [PlainText("b"), PlainText("\u2028c")]
+    assert contents(tmp_path / "a.jsonl", split="train[25%:75%]") == [PlainText("b"), PlainText("\u2028c")]
     (tmp_path / "b.json").write_text(json.dumps([{"text": letter} for letter in "abcd"], indent=1))
-    found = load_records(str(tmp_path / "b.json"), split="train[:1]+train[-1:]")
-    assert [record.content for record in found] == [PlainText("a"), PlainText("d")]
+    assert contents(tmp_path / "b.json", split="train[:1]+train[-1:]") == [PlainText("a"), PlainText("d")]
 
 
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_configuration_is_that_of_a_dataset(tmp_path: Path) -> None:
     header = "---\nconfigs:\n- config_name: en\n  data_files: a.jsonl\n- config_name: de\n  data_files: b.jsonl\n---\n"
     (tmp_path / "README.md").write_text(header)
     write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
-    assert [record.content for record in load_records(str(tmp_path), config="de")] == [PlainText("b")]
+    assert contents(tmp_path, config="de") == [PlainText("b")]
 
 
 def test_the_group_field_groups(tmp_path: Path) -> None:
@@ -329,8 +329,7 @@ def test_unknown_columns_are_listed_with_names_that_make_a_chat_of_them(
         load_records(path, name="data.sources.1 (a.jsonl)")
     field, _, named = shlex.split(str(refused.value).partition(" Add ")[2])[0].removesuffix(",").partition("=")
     assert (field, json.loads(named)) == ("data.sources.1.columns", columns)
-    (record,) = load_records(path, columns=columns)
-    assert isinstance(record.content, Chat)
+    assert [type(one) for one in contents(path, columns=columns)] == [Chat]
 
 
 def test_a_missing_group_is_refused(tmp_path: Path) -> None:

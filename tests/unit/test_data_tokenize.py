@@ -45,10 +45,9 @@ def text(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
     return str(tokenizer.decode(document.input_ids))
 
 
-def one(content: Content, tokenizer: PreTrainedTokenizerFast, seq_len_tokens: int = 512) -> Document:
-    documents, _ = tokenize_records(records(content), tokenizer, seq_len_tokens)
-    assert len(documents) == 1
-    return documents[0]
+def one(content: Content, tokenizer: PreTrainedTokenizerFast) -> Document:
+    (document,), _ = tokenize_records(records(content), tokenizer, 512)
+    return document
 
 
 def targets(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -270,8 +269,8 @@ USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "<think>hm</think>yes"}
 
 
-def prompt_text(content: Content, template: str | None = CHATML_STRIPS_THINKING) -> str:
-    tokenizer = byte_tokenizer(template)
+def prompt_text(content: Content) -> str:
+    tokenizer = byte_tokenizer(CHATML_STRIPS_THINKING)
     (prompt,) = build_prompts([Record("f#1", "g", content)], tokenizer)
     assert (prompt.id, prompt.group) == ("f#1", "g")
     return str(tokenizer.decode(list(prompt.prompt_ids)))

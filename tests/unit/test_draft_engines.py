@@ -8,10 +8,9 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.head_kinds import find_head_kind
-from repository import RECIPES
+from tiny import family_of
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
-RECIPE = RECIPES / "attach_head.yaml"
 OUT, DEPTH = "my runs/export", 3
 
 
@@ -38,5 +37,4 @@ def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
 
 
 def test_a_dense_llama_gets_an_eagle3_head_from_three_engines() -> None:
-    (llama,) = (family for family in FAMILIES if family.name == "llama")
-    assert kinds_served(llama)["eagle3"] == ("vllm", "sglang", "llama.cpp")
+    assert kinds_served(family_of("llama"))["eagle3"] == ("vllm", "sglang", "llama.cpp")

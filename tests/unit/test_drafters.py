@@ -20,8 +20,8 @@ from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSa
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Chaining
 from plain_decoding import plain_greedy
-from scripted import PassingDrafting, RereadingDrafting, made, random_prompt
-from tiny import CACHE_KINDS, CHAININGS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
+from scripted import DRAFTING, PassingDrafting, RereadingDrafting, made, random_prompt
+from tiny import CACHE_KINDS, CHAININGS, VOCAB_SIZE, chained_head, head_of, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
 
@@ -69,14 +69,6 @@ class Recorded(PassingDrafting):
         return drafts
 
 
-MAKERS: dict[str, Callable[[], Drafting]] = {
-    "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
-    "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
-    "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
-    "ngram": NgramDrafting,
-}
-
-
 def scheduled(depths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Make requests whose depth is the decoder's choice follow a schedule, repeated for ever."""
     left: list[int] = []
@@ -118,17 +110,18 @@ def test_after_a_long_plain_stretch_the_trunk_itself_is_still_right(name: str, m
     assert record.num_settled > 0
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", DRAFTING)
 def test_drafts_do_not_hang_on_when_pending_tokens_are_taken_in(
     maker: str, monkeypatch: pytest.MonkeyPatch, places: Callable[[int], None]
 ) -> None:
+    trunk = trunk_of("qwen3_5")
     requests = adaptive([9, 6, 4], [40, 12, 30], depth=3)
     drafted: dict[int, list[list[int]]] = {}
     for number in (32, 5, 2):
         places(number)
         scheduled([0, 0, 0, 0, 0, 0, 0, 3, 0, 2, 0, 0, 3, 1], monkeypatch)
-        record = Recorded(MAKERS[maker]())
-        decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, (), max_batch=2)
+        record = Recorded(DRAFTING[maker](trunk))
+        decoder = SpeculativeDecoder(trunk, record, 3, (), max_batch=2)
         assert_plain("qwen3_5", decoder, requests)
         # The second row is idle at the end, when its drafts are anything.
         drafted[number] = [draft.tokens_BK[0].tolist() for draft in record.drafts]
@@ -155,7 +148,7 @@ def test_a_drafter_that_misses_a_stretch_drafts_otherwise(fault: str, monkeypatc
     for is_sound in (True, False):
         monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 2)
         scheduled([0, 0, 0, 0, 3], monkeypatch)
-        record = Recorded(MAKERS["recursive"]())
+        record = Recorded(DRAFTING["recursive"](trunk_of("qwen3_5")))
         if not is_sound:
             FAULTS[fault](monkeypatch)
         decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ())
@@ -174,18 +167,18 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
     with torch.inference_mode():
         hidden_1TD = trunk.hidden(prompt_1T)
         for pending in (1, 33):
-            drafter = made(MAKERS[maker](), trunk, BatchSize(1, 16, 3, 16))
+            drafter = made(DRAFTING[maker](trunk), trunk, BatchSize(1, 16, 3, 16))
             drafter.start(slice(0, 1), hidden_1TD, prompt_1T, first_1)
             choice = DraftChoice(chooser, first_1, torch.tensor([12]))
             drafted.append(drafter.draft(RoundPlan(3, 16, pending, None), choice).tokens_BK.tolist())
     assert drafted[0] == drafted[1]
 
 
-def ngrams(text: Sequence[int], depth: int = 3) -> list[int]:
+def ngrams(text: Sequence[int]) -> list[int]:
     """Return what is drafted after a text, the last token of which is the trunk's."""
-    drafter = made(NgramDrafting(), trunk_of("glm4_moe"), BatchSize(1, 32, depth, 32))
+    drafter = made(NgramDrafting(), trunk_of("glm4_moe"), BatchSize(1, 32, 3, 32))
     start_ngrams(drafter, text)
-    return drafted_ngrams(drafter, depth)[0]
+    return drafted_ngrams(drafter)[0]
 
 
 def start_ngrams(drafter: Drafter, text: Sequence[int], row: int = 0) -> None:
@@ -193,13 +186,13 @@ def start_ngrams(drafter: Drafter, text: Sequence[int], row: int = 0) -> None:
     drafter.start(slice(row, row + 1), no_hidden, torch.tensor([text[:-1]]), torch.tensor(text[-1:]))
 
 
-def drafted_ngrams(drafter: Drafter, depth: int = 3) -> list[list[int]]:
+def drafted_ngrams(drafter: Drafter) -> list[list[int]]:
     assert isinstance(drafter, NgramDrafter)
     device = torch.device("cpu")
     chooser = Chooser([Sampling()] * len(drafter.length_B), "argmax", device)
-    drafts = drafter.draft(RoundPlan(depth, 0, 0, None), DraftChoice(chooser, drafter.length_B, drafter.length_B))
+    drafts = drafter.draft(RoundPlan(3, 0, 0, None), DraftChoice(chooser, drafter.length_B, drafter.length_B))
     assert drafts.num_drafted_B is not None
-    assert drafts.tokens_BK.shape == (len(drafter.length_B), depth)
+    assert drafts.tokens_BK.shape == (len(drafter.length_B), 3)
     pairs = zip(drafts.tokens_BK.tolist(), drafts.num_drafted_B.tolist(), strict=True)
     return [tokens[:number] for tokens, number in pairs]
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import save_stripped, save_tensors
+from calls import calls_of
+from checkpoints import holds, save_stripped, save_tensors
 from json_files import write_json
 from launching import metrics
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
@@ -39,7 +40,7 @@ def outputs(ends: Ends) -> dict[str, Tensor]:
 
 def assert_equal(ends: Ends, whole: Ends) -> None:
     found, expected = outputs(ends), outputs(whole)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert holds(found, expected)
     assert not list(ends.layers.parameters())
 
 
@@ -52,15 +53,9 @@ def test_ends_are_those_of_the_whole_trunk(
     path = save_stripped(tiny_trunk(family_name, tied=tied), tmp_path / "trunk")
     checkpoint = open_checkpoint(path)
     whole = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    read, stock = list[str](), Checkpoint.read
-
-    def noted(self: Checkpoint, key: str) -> Tensor:
-        read.append(key)
-        return stock(self, key)
-
-    monkeypatch.setattr(Checkpoint, "read", noted)
+    read = calls_of(monkeypatch, Checkpoint, "read")
     assert_equal(load_ends(checkpoint, dtype=torch.float32), whole)
-    assert not [key for key in read if key.startswith(f"{layout_of(checkpoint).trunk_prefix}layers.")]
+    assert not [key for _, key in read if key.startswith(f"{layout_of(checkpoint).trunk_prefix}layers.")]
 
 
 @torch.no_grad()
@@ -75,7 +70,7 @@ def test_an_adapter_s_embedding_replaces_the_trunk_s(tmp_path: Path) -> None:
     whole = load_trunk(path, checkpoint.family, dtype=torch.float32, adapter=adapter)
     found = outputs(load_ends(checkpoint, dtype=torch.float32, adapter=adapter))
     assert not torch.equal(found["embed"], without["embed"])
-    assert all(torch.equal(found[name], value) for name, value in outputs(whole).items())
+    assert holds(found, outputs(whole))
 
 
 def test_an_lm_head_that_is_packed_is_named(tmp_path: Path) -> None:

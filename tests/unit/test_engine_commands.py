@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from mtp_train.families import FAMILIES
 from mtp_train.families.engines import engine_commands
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import wiring_note
-
-FAMILY = {family.name: family for family in FAMILIES}
+from tiny import family_of
 
 
 def test_commands_draft_as_many_tokens_as_asked() -> None:
-    family = next(family for family in FAMILIES if family.name == "qwen3_5")
+    family = family_of("qwen3_5")
     commands = partial(engine_commands, family.serving, "my model")
     assert commands(5)["vllm"] == (
         """vllm serve 'my model' --speculative-config '{"method":"mtp","num_speculative_tokens":5}'"""
@@ -27,7 +25,7 @@ def test_commands_draft_as_many_tokens_as_asked() -> None:
 
 
 def test_engines_that_wire_a_head_otherwise_are_named_beside_their_commands() -> None:
-    glm = FAMILY["glm4_moe"]
+    glm = family_of("glm4_moe")
     serves = engine_commands(glm.serving, "model", 3)
     said = wiring_note(glm, "auto", serves)
     assert said is not None
@@ -36,5 +34,5 @@ def test_engines_that_wire_a_head_otherwise_are_named_beside_their_commands() ->
     # llama.cpp only counts positions from one higher.
     assert "llama.cpp" not in said
     assert wiring_note(glm, "auto", serves | {"vllm": "no: has none"}) is None
-    qwen = FAMILY["qwen3_5"]
+    qwen = family_of("qwen3_5")
     assert wiring_note(qwen, "auto", engine_commands(qwen.serving, "model", 3)) is None

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from checkpoints import (
     all_tensors,
     base_and_finetune,
+    holds,
     rewrite,
     save_stripped,
     set_fields,
@@ -37,7 +38,7 @@ def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
     tuned = all_tensors(finetune)
     original = all_tensors(base)
     assert written.keys() >= tuned.keys()
-    assert all(torch.equal(written[key], value) for key, value in tuned.items())
+    assert holds(written, tuned)
     layout = layout_of(open_checkpoint(out))
     base_layout = layout_of(open_checkpoint(base))
     own = [key for key in original if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
@@ -114,7 +115,7 @@ def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path,
     for key, value in before.items():
         own = plan.layout.is_head_key(key) and plan.layout.shared_key(key) is None
         assert torch.equal(written[key], value * 2 if own else value), key
-    assert all(torch.equal(value, before[key]) for key, value in all_tensors(base).items())
+    assert holds(before, all_tensors(base))
 
 
 def test_training_leftovers_and_pickles_are_not_copied(base: Path, finetune: Path, out: Path) -> None:

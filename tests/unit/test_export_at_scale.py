@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from json_files import read_json, write_json
+from launching import environment
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import diagnose_head, empty_head
-from repository import REPOSITORY
 
 MAX_RESIDENT_BYTES = 2e9
 # The command line, with its peak memory as the last line on stderr. `ru_maxrss` would start at the memory of the parent
@@ -80,9 +80,8 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
 
 def measured(argv: list[Any]) -> int:
     """Run a command in a process of its own; return the most memory it held, in bytes."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "inference")])}
     command = [sys.executable, "-c", MEASURED, *map(str, argv)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return int(done.stderr.splitlines()[-1])
 

@@ -72,7 +72,7 @@ def trunk(head: gguf.GGUFReader, tmp_path: Path) -> Path:
 
 
 def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
-    return {one.name: (one.tensor_type, one.data.tobytes()) for one in gguf.GGUFReader(path).tensors}
+    return raw_of(gguf.GGUFReader(path))
 
 
 def test_a_head_of_a_checkpoint_joins_its_trunk(

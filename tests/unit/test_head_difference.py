@@ -15,6 +15,7 @@ from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, same, save_tensors, save_with_head, set_fields
 from json_files import read_json, write_json
+from left_over import head_of
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
@@ -101,12 +102,7 @@ def test_a_trained_head_is_healthy_and_its_distance_is_right(shift: float, base:
     assert found.status == "healthy"
     assert found.head_difference is not None
     assert found.head_difference.kind == ("retrained" if shift else "equal")
-    old, new = (
-        torch.cat(
-            [value.flatten() for key, value in sorted(load_file(path / SINGLE_FILE).items()) if key.startswith("mtp.")]
-        )
-        for path in (base, moved)
-    )
+    old, new = (torch.cat([value.flatten() for _, value in sorted(head_of(path).items())]) for path in (base, moved))
     assert found.head_difference.relative_change == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
 
 
@@ -183,7 +179,7 @@ def test_a_drafter_beside_a_trunk_of_any_family_is_named(
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])
 def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str, base: Path, tmp_path: Path) -> None:
     """With a longer prefix, or in a file of its own without any."""
-    head = {key: value for key, value in load_file(base / SINGLE_FILE).items() if key.startswith("mtp.")}
+    head = head_of(base)
     renamed = {key.removeprefix("mtp.") if prefix == "bare" else prefix + key: value for key, value in head.items()}
     other = with_tensors(
         base, tmp_path / "other", lambda tensors: {key: value for key, value in tensors.items() if key not in head}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors, base_and_finetune, set_fields, shard, wrap_as_vision_language
+from checkpoints import all_tensors, base_and_finetune, holds, set_fields, shard, wrap_as_vision_language
 from mtp_train.checkpoints.export import write_head_only
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
@@ -41,7 +41,7 @@ def test_a_head_alone_opens_again_bit_for_bit(
     layout = layout_of(checkpoint)
     expected = {key for key in before if layout.is_head_key(key)} | {"model.embed_tokens.weight"}
     assert written.keys() == expected | (set() if tied else {"lm_head.weight"})
-    assert all(torch.equal(value, before[key]) for key, value in written.items())
+    assert holds(before, written)
     assert diagnose_head(checkpoint).complete
     # One file, no index beside it: loaders agree on that.
     assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
@@ -102,5 +102,5 @@ def test_a_new_head_takes_the_place_of_the_stored_one(out: Path, run_dir: Path) 
     """A run's trained head is written, with the trunk's embedding."""
     assert run_command("export", run_dir, "--out", out, "--head-only") == 0
     written, exported = all_tensors(out), all_tensors(run_dir / "export")
-    assert all(torch.equal(value, exported[key]) for key, value in written.items())
+    assert holds(exported, written)
     assert any(key.startswith("mtp.") for key in written)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_train.families import FAMILIES, family_for
-from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
+from mtp_train.families import family_for
+from tiny import ALL_FAMILIES, family_of, tiny_head, tiny_trunk
 from tiny_configs import SLIDING_WINDOW, tiny_config
-
-FAMILY = {family.name: family for family in FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +27,7 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
     config.max_position_embeddings = 2048
     for name, value in fields.items():
         setattr(config, name, value)
-    head = FAMILY["exaone_moe"].layer.config(config, 1)
+    head = family_of("exaone_moe").layer.config(config, 1)
     assert (head.layer_types, head.sliding_window) == (["sliding_attention"], window)
 
 
@@ -67,21 +65,21 @@ def test_a_mellum_head_is_of_the_kinds_that_its_config_or_transformers_says(
     config = tiny_config("mellum")
     for name in ("mtp_layer_types", "mtp_mlp_layer_types"):
         setattr(config, name, fields.get(name))
-    head = FAMILY["mellum"].layer.config(config, 1)
+    head = family_of("mellum").layer.config(config, 1)
     assert (head.layer_types, head.mlp_layer_types) == tuple([kind] for kind in kinds)
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "exaone4_5_text"])
 def test_exaone_4_5_is_told_by_its_wrapper_whatever_its_text_is_called(kind: str) -> None:
     text = {"model_type": kind, "num_nextn_predict_layers": 1}
-    assert family_for({"model_type": "exaone4_5", "text_config": text}, where="here") is FAMILY["exaone4_5"]
-    assert family_for({"model_type": "exaone4"}, where="here") is FAMILY["exaone4"]
+    assert family_for({"model_type": "exaone4_5", "text_config": text}, where="here") is family_of("exaone4_5")
+    assert family_for({"model_type": "exaone4"}, where="here") is family_of("exaone4")
 
 
 @pytest.mark.parametrize(("eps", "norm"), [(None, "Cohere2MoeLayerNorm"), (1e-4, "Cohere2MoeRMSNorm")])
 def test_a_head_for_command_a_plus_has_the_norms_that_the_trunk_has(eps: float | None, norm: str) -> None:
     config = tiny_config("cohere2_moe")
     config.rms_norm_eps = eps
-    built = FAMILY["cohere2_moe"].classes.make_norm(config)
+    built = family_of("cohere2_moe").classes.make_norm(config)
     assert (type(built).__name__, built.variance_epsilon) == (norm, eps or config.layer_norm_eps)
-    assert type(FAMILY["cohere2_moe"].classes.make_layer(config, 0).input_layernorm) is type(built)
+    assert type(family_of("cohere2_moe").classes.make_layer(config, 0).input_layernorm) is type(built)

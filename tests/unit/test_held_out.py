@@ -24,9 +24,9 @@ from runs import tiny_recipe
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
 
 
-def sentence(seed: str, num_words: int = 8) -> str:
+def sentence(seed: str) -> str:
     generator = random.Random(seed)
-    return " ".join("".join(generator.choices("abcdefghijklmnop", k=5)) for _ in range(num_words))
+    return " ".join("".join(generator.choices("abcdefghijklmnop", k=5)) for _ in range(8))
 
 
 def write_chats(directory: Path, rows: list[dict[str, Any]]) -> None:

@@ -12,13 +12,12 @@ from mtp_inference import Request
 from mtp_train.answers.draft_counts import as_completion
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response
 from mtp_train.errors import DataError, MtpError
-from openai_server import Reply, completion, openai_server
+from openai_server import Reply, openai_server
 
 TOKENIZER = byte_tokenizer()
 EOS = int(TOKENIZER.eos_token_id)
 VOCAB_SIZE = 259
 REQUEST = Request(prompt_ids=(10, 20, 30), max_new_tokens=8)
-GOOD = completion("yes", prompt_tokens=3)
 KEY = "the-servers-key-1234"
 
 

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 
-from checkpoints import all_tensors, base_and_finetune, same, split
+from checkpoints import all_tensors, base_and_finetune, holds, same, split
 from mtp_train import inspect
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
@@ -20,7 +20,7 @@ from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.hooks import train_beside
 from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
-from preserving import load, make_trainer, random_rows
+from preserving import load, make_trainer, random_rows, told
 from tiny import FAMILY_NAMES
 
 
@@ -101,8 +101,7 @@ def test_micro_batches_make_one_step(limit: float, base: Path, tmp_path: Path, m
     norms = []
     for whole, parts in zip(*steps, strict=True):
         norms.append(float(torch.stack([gradient.norm() for gradient in whole.values()]).norm()))
-        for name, gradient in whole.items():
-            torch.testing.assert_close(parts[name], gradient, atol=1e-3 * norms[-1], rtol=0)
+        torch.testing.assert_close(parts, whole, atol=1e-3 * norms[-1], rtol=0)
     # The second step has the gradient of its own micro-batches alone, of about the size of the first.
     assert norms == pytest.approx([limit] * 2, rel=1e-3) if limit < 1 else 0.75 < norms[1] / norms[0] < 1.33
 
@@ -114,7 +113,7 @@ def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, 
     resumed = beside(base, out)
     resumed.train(resume_from_checkpoint=True)
     theirs = head_of(whole).named
-    assert all(torch.equal(value, theirs[name]) for name, value in head_of(resumed).named.items())
+    assert holds(theirs, head_of(resumed).named)
     assert not [record for record in caplog.records if "holds no state" in record.getMessage()]
 
 
@@ -139,7 +138,7 @@ def test_an_adapters_checkpoint_has_the_head_beside_it_and_the_merged_model_hold
     artifact = load_artifact(out / "checkpoint-2" / HEAD_DIRECTORY)
     head = build_head(artifact, text_config_of(open_checkpoint(base)), dtype=torch.float32)
     theirs = head_of(trainer).head.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in head.state_dict().items())
+    assert holds(theirs, head.state_dict())
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert inspect(tmp_path / "merged", base).status == "healthy"
     assert same(split(tmp_path / "merged")[1], {pending.key: pending.load() for pending in artifact.head.tensors})
@@ -166,9 +165,7 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
         trainer.model.train()(inputs_embeds=torch.randn(1, 6, 32))
         head.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, optimizer=trainer.create_optimizer())
     assert all(map(torch.equal, head.native_values(), before))
-    assert [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"] == [
-        f"Step 1: no batch had a target for the head: {NO_TOKENS}"
-    ]
+    assert told(caplog, "train_beside") == [f"Step 1: no batch had a target for the head: {NO_TOKENS}"]
 
 
 def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, out: Path, caplog: Any) -> None:
@@ -176,8 +173,8 @@ def test_labels_that_are_all_ignored_are_told_once(base: Path, tmp_path: Path, o
     trainer = beside(base, out)
     trainer.train_dataset = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in random_rows()]
     trainer.train()
-    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.train_beside"]
-    assert told == [f"Step 1: no batch had a target for the head: labels of -100 alone. {SUCH}"]
+    (said,) = told(caplog, "train_beside")
+    assert said == f"Step 1: no batch had a target for the head: labels of -100 alone. {SUCH}"
     caplog.clear()
     beside(base, tmp_path / "labelled").train()
     assert not [record for record in caplog.records if "target" in record.getMessage()]

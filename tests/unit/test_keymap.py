@@ -14,15 +14,11 @@ from torch import Tensor
 from checkpoints import fuse_experts, own_head, same, save_with_head
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import Family
 from mtp_train.heads.diagnose import empty_head, layout_of
 from mtp_train.heads.experts import is_stacked
-from tiny import ALL_FAMILIES, MANY_EXPERTS, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, MANY_EXPERTS, family_of, tiny_head, tiny_trunk
 from tiny_configs import tiny_config
-
-
-def family_of(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
 
 
 def test_glm_experts_are_one_key_each_gate_before_up() -> None:

@@ -5,23 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
+from test_training import recipe, run_training
 from torch import Tensor
 
-from documents import random_documents
-from mtp_train.data.pack import pack_documents
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, loss_names, register_loss
-from mtp_train.losses.chunked import depth_weights
 from mtp_train.losses.rows import log_probabilities
-from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import head_training
-from mtp_train.train.loop import micro_batches, optimise
+from mtp_train.train.log import read_metrics
 from mtp_train.trunk.states import TrunkStates
-from runs import tiny_recipe
 from tiny import tiny_head, tiny_trunk
 
 
@@ -45,32 +38,18 @@ def brier(monkeypatch: pytest.MonkeyPatch) -> str:
     return BRIER.name
 
 
-def recipe_with(**overrides: object) -> Recipe:
-    settings = {"head__num_depths": 2, "data__seq_len_tokens": 16, "train__tokens_per_step": 32}
-    return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
-
-
-def test_a_head_learns_by_it(brier: str) -> None:
-    used = recipe_with(objective__loss=brier, objective__temperature=2.0)
-    sequences = pack_documents(random_documents((16, 16)), 16, pack=False, seed=0, epoch=0)
-    trunk, plan = tiny_trunk("qwen3_5"), plan_of(used, 1)
-    module = head_training(used, TrunkStates(trunk), tiny_head(trunk), None)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
-    wrapped, optimizer = accelerator.prepare(module, torch.optim.Adam(module.head.parameters(), lr=1e-2))
-    wrapped.train()
-    totals = []
-    for _ in range(12):
-        weight_K = depth_weights(used.head.num_depths, used.objective.depth_decay)
-        given = micro_batches(sequences, plan, weight_K, accelerator, module.states)
-        (sums_K, *_), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
-        totals.append(float(sums_K.sum()))
-    assert totals[-1] < 0.5 * totals[0]
+def test_a_head_learns_by_it(brier: str, tmp_path: Path) -> None:
+    used = recipe(objective__loss=brier, objective__temperature=2.0, train__max_steps=12, train__lr=2e-2)
+    trunk = tiny_trunk("qwen3_5")
+    run_training(tmp_path, used, head_training(used, TrunkStates(trunk), tiny_head(trunk), None))
+    lines = read_metrics(tmp_path)
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
 
 
 def test_a_recipe_names_it_in_its_choices(brier: str) -> None:
     choices = "one of auto, ce, kl, reverse_kl, tv, lk, e2e_tv, brier"
     with pytest.raises(RecipeError, match=rf"^objective\.loss: 'brief'; expected {choices}\. Did you mean brier\?"):
-        recipe_with(objective__loss="brief")
+        recipe(objective__loss="brief")
 
 
 def test_a_name_belongs_to_one_loss(brier: str) -> None:

@@ -41,21 +41,21 @@ class Rows(NamedTuple):
     row_weight_KN: Tensor
 
 
-def random_rows(num_rows: int, num_depths: int = 2, hidden: int = 8, vocab: int = 31) -> Rows:
+def random_rows(num_rows: int, vocab: int = 31) -> Rows:
     """Return rows of which a third of every depth, and the first row of all depths, weigh nothing."""
     generator = torch.Generator().manual_seed(num_rows)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    weight_KN = draw(num_depths, num_rows).abs()
-    weight_KN[torch.rand(num_depths, num_rows, generator=generator) < 1 / 3] = 0
+    weight_KN = draw(2, num_rows).abs()
+    weight_KN[torch.rand(2, num_rows, generator=generator) < 1 / 3] = 0
     # Depth k has no start for its first k rows.
-    for depth in range(num_depths):
+    for depth in range(2):
         weight_KN[depth, : depth + 1] = 0
     targets_N = torch.randint(vocab, (num_rows,), generator=generator)
-    student_KND = draw(num_depths, num_rows, hidden).requires_grad_()
-    return Rows(student_KND, draw(num_rows, hidden), draw(vocab, hidden), targets_N, weight_KN)
+    student_KND = draw(2, num_rows, 8).requires_grad_()
+    return Rows(student_KND, draw(num_rows, 8), draw(vocab, 8), targets_N, weight_KN)
 
 
 def autograd_loss(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,11 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
-from repository import SCRIPTS
+from witness_maker.making import make_witness
 
 
-@pytest.fixture(scope="module", autouse=True)
-def maker() -> Iterator[None]:
-    """Make ``scripts/witness_maker`` importable for the tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
-
-
-def make(name: str, directory: Path, seed: int = 0) -> Any:
-    from witness_maker.making import make_witness
-
-    make_witness(name, directory, num_steps=1, seed=seed)
+def make(name: str, directory: Path) -> Any:
+    make_witness(name, directory, num_steps=1, seed=0)
     return open_checkpoint(directory)
 
 
@@ -57,8 +46,6 @@ def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 def test_a_head_of_another_kind_stands_beside_its_trunk(kind: str, tmp_path: Path) -> None:
-    from witness_maker.making import make_witness
-
     make_witness("llama", tmp_path, num_steps=1, seed=0, kind=kind, num_drafted=50)  # type: ignore[arg-type]
     assert diagnose_head(open_checkpoint(tmp_path)).found_keys == ()
     artifact = load_artifact(tmp_path / "head")

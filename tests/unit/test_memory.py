@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_recipe import SMALLEST
 
 from mtp_train.errors import OutOfMemoryError, RecipeError
 from mtp_train.recipe.loading import load_recipe
@@ -25,13 +26,6 @@ from mtp_train.train.machine import Device
 from mtp_train.trunk.load import load_trunk
 from runs import tiny_recipe
 
-SMALLEST = {
-    "run_dir": "run",
-    "model": {"trunk": "finetune", "head_from": "base"},
-    "data": {"sources": [{"path": "chats.jsonl"}], "regenerate": {}},
-    "train": {"max_steps": 10, "tokens_per_step": 2048, "lr": 1e-3},
-    "evaluate": {"arms": ["none", "graft", "retrained"]},
-}
 CUDA = (
     "CUDA out of memory. Tried to allocate 7.58 GiB. GPU 0 has a total capacity of 23.57 GiB of which 4.12 GiB is free."
 )
@@ -44,7 +38,7 @@ STUDY = ["study={batch: 4}", "export.enabled=false", "evaluate.arms=[graft, retr
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe(SMALLEST, overrides)
+    return load_recipe(SMALLEST, ["data.regenerate={}", "train.tokens_per_step=2048", *overrides])
 
 
 LOWERED = {

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_tensors, set_fields, shard
+from checkpoints import all_tensors, base_and_finetune, fuse_experts, same, save_tensors, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from runs import Capture, document, paste, run_command
@@ -137,10 +137,7 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
     out = tmp_path / "out"
     assert run_command("graft", packed, "--from", original, "--out", out) == 0
     written = all_tensors(out)
-    assert written.keys() == plain.keys()
-    for key, value in written.items():
-        expected = plain[key] if key.startswith("mtp.") else before[key]
-        assert torch.equal(value, expected), key
+    assert same(written, {key: (plain if key.startswith("mtp.") else before)[key] for key in plain})
     assert diagnose_head(open_checkpoint(out)).complete
     # No file holds what the index does not name, as engines read whole files.
     in_files = [key for file in out.glob("*.safetensors") for key in load_file(file)]
@@ -176,7 +173,7 @@ def test_stacked_experts_that_are_packed_are_named_and_replaced(
     assert f"head quantised with {method}" in found["runs_here"]
     document(["graft", path, "--from", donor, "--out", out], capfd)
     assert document(["inspect", out], capfd)["status"] == "healthy"
-    written, given = all_tensors(out), all_tensors(donor)
-    own = {key for key in written if key.startswith("mtp.")}
-    assert own == {key for key in given if key.startswith("mtp.")}
-    assert all(torch.equal(written[key], given[key]) for key in own)
+    heads = [
+        {key: value for key, value in all_tensors(path).items() if key.startswith("mtp.")} for path in (out, donor)
+    ]
+    assert same(*heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from calls import calls_of
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.trunk.states import Segment, group_by_length, isolated_hidden
 from tiny import random_tokens, tiny_trunk
@@ -29,16 +30,9 @@ def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
 
 def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = tiny_trunk("qwen3_5")
-    shapes: list[tuple[int, ...]] = []
-    hidden = trunk.hidden
-
-    def recorded(tokens_NL: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(tokens_NL.shape))
-        return hidden(tokens_NL, **rest)
-
-    monkeypatch.setattr(trunk, "hidden", recorded)
+    forwards = calls_of(monkeypatch, trunk, "hidden")
     isolated_hidden(trunk, TOKENS_BT, torch.tensor(DOCUMENT))
-    assert shapes == [(2, 12), (2, 3)]
+    assert [tokens_NL.shape for (tokens_NL,) in forwards] == [(2, 12), (2, 3)]
 
 
 def test_a_batch_of_padding_has_states_of_zero() -> None:

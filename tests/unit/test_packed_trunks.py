@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_head_difference import SINGLE_NAMES as LAYERS
 from test_packed_heads import METHODS, Pack, int4, nf4
 from test_quantised import METHODS as LISTS
 from test_quantised import head_layers, quantisation, quantise
@@ -251,18 +252,6 @@ def test_a_head_that_no_exception_covers_is_named_and_export_lists_it(
     assert (tmp_path / "again" / "config.json").read_bytes() == (out / "config.json").read_bytes()
 
 
-LAYERS = [
-    f"mtp.layers.0.{name}"
-    for name in (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-    )
-]
 FUSED = [
     f"mtp.layers.0.{name}" for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 ]

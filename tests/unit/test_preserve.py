@@ -19,7 +19,7 @@ from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.hooks.keep_head import KeepHead, keep_head
-from preserving import load, make_trainer
+from preserving import load, make_trainer, told
 from runs import paste
 from tiny import FAMILY_NAMES
 
@@ -116,10 +116,9 @@ def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
     trainer.train()
     adapter = out / "checkpoint-1"
     assert not list(adapter.glob("model*"))
-    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
-    assert len(told) == 1
+    (said,) = told(caplog, "keep_head")
     command = f"mtp-train merge {base} --adapter {adapter} --out {base}-merged"
-    assert command in told[0]
+    assert command in said
     assert inspect(paste(command), base).status == "healthy"
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_keeps_the_head(tmp_path / "merged", base)
@@ -136,9 +135,8 @@ def test_a_checkpoint_in_the_trainers_own_shards_is_named(
     trainer = make_trainer(load(base), out, KeepHead())
     trainer.__class__ = SavesElsewhere
     trainer.train()
-    told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
-    assert len(told) == 1
-    assert f"mtp-train graft MERGED --from {base}" in told[0]
+    (said,) = told(caplog, "keep_head")
+    assert f"mtp-train graft MERGED --from {base}" in said
 
 
 def test_a_copy_of_the_model_saves_itself(base: Path, out: Path) -> None:
@@ -210,11 +208,11 @@ def test_a_full_disk_is_told_and_training_goes_on(
     trainer.train()
     assert trainer.state.global_step == 2
     saved = out / "checkpoint-1"
-    told = [record for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
-    assert [record.levelno for record in told] == [logging.WARNING] * 2
-    assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in told[0].getMessage()
+    said, _ = told(caplog, "keep_head")
+    assert {record.levelno for record in caplog.records if record.getMessage() == said} == {logging.WARNING}
+    assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in said
     command = f"mtp-train graft {saved} --from {base} --out {saved}-mtp"
-    assert command in told[0].getMessage()
+    assert command in said
     assert inspect(saved).status == "declared_but_missing"
     monkeypatch.undo()
     assert_keeps_the_head(paste(command), base)

@@ -13,7 +13,7 @@ from test_packed_heads import int4
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, own_head, rewrite, save_tensors, set_fields
+from checkpoints import all_tensors, base_and_finetune, holds, own_head, rewrite, same, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -90,6 +90,10 @@ def any_regex(patterns: list[str], module: str) -> bool:
     return any(re.match(pattern, module) for pattern in patterns)
 
 
+def is_dynamic(found: dict[str, Any], module: str) -> bool:
+    return any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module)
+
+
 METHODS: dict[str, tuple[dict[str, Any], Any]] = {
     "fp8": (
         {**FP8, "modules_to_not_convert": ["lm_head"]},
@@ -102,12 +106,9 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}},
-        lambda found, module: any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module),
+        is_dynamic,
     ),
-    "gptq without": (
-        {"quant_method": "gptq", "bits": 4},
-        lambda found, module: any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module),
-    ),
+    "gptq without": ({"quant_method": "gptq", "bits": 4}, is_dynamic),
     "compressed-tensors": (
         {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:visual.*"]},
         lambda found, module: any_regex([entry[3:] for entry in found["ignore"] if entry.startswith("re:")], module),
@@ -129,7 +130,7 @@ def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
     before = all_tensors(finetune)
     assert graft(finetune, base, out) == 0
     written, found = all_tensors(out), quantisation(out)
-    assert all(torch.equal(written[key], value) for key, value in before.items())
+    assert holds(written, before)
     layers = head_layers(out)
     assert len(layers) > 5
     assert all(covers(found, module) for module in layers)
@@ -263,8 +264,7 @@ def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(base: Path, tmp
     quantise(quantised, r"^mtp\..*_proj\.weight")
     assert graft(quantised, base, out) == 0
     written, expected = all_tensors(out), all_tensors(base)
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in written.items())
+    assert same(written, expected)
     listed = quantisation(out)["modules_to_not_convert"]
     assert {*head_layers(out)} <= {*listed}
 

@@ -201,8 +201,7 @@ def test_packing_documents_changes_no_gradient(
     assert all(torch.equal(value, before[name]) for name, value in trunk.named_parameters())
     rough = 0.1 if torch.bfloat16 in (precision, products_in(quantization)) else 1e-3
     scale = max(float(value.abs().max()) for value in found[1].values())
-    for name, value in found[1].items():
-        torch.testing.assert_close(found[0][name], value, atol=rough * scale, rtol=0)
+    torch.testing.assert_close(*found, atol=rough * scale, rtol=0)
 
 
 def test_a_checkpoint_that_is_quantised_already_is_refused(base: Path) -> None:

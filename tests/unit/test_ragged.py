@@ -6,20 +6,20 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
 import mtp_inference.batch
 import mtp_inference.decoder
 import mtp_inference.session
-from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
+from calls import calls_of
+from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
-from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.session import Session
-from scripted import RereadingDrafting, ScriptedDrafting, plain_texts, random_prompt
-from tiny import CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
+from scripted import DRAFTING, RereadingDrafting, ScriptedDrafting, plain_texts, random_prompt
+from tiny import CACHE_KINDS, nearly_tiny, tiny_trunk
 
 LIMITS = (3, 34, 9, 24, 1, 14)
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((6, 6, 11, 6, 2, 9))]
@@ -45,27 +45,16 @@ def outcome(result: GenerationResult) -> tuple[object, ...]:
     return result.token_ids, result.round_log, result.accepted_per_pos
 
 
-class Forwards:
-    """The number of rows of every round."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: list[int] = []
-        run_window = Batch.run_window
-
-        def counted(batch: Batch, plan: RoundPlan, window_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            self.rows.append(len(window_BT))
-            return run_window(batch, plan, window_BT)
-
-        monkeypatch.setattr(Batch, "run_window", counted)
-
-    def take(self) -> list[int]:
-        taken, self.rows = self.rows, []
-        return taken
-
-
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
-    return Forwards(monkeypatch)
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return calls_of(monkeypatch, Batch, "run_window")
+
+
+def take(forwards: list[Any]) -> list[int]:
+    """Return the number of rows of every round since the last look."""
+    rows = [len(window_BT) for *_, window_BT in forwards]
+    forwards.clear()
+    return rows
 
 
 def never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,42 +62,34 @@ def never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_dropping_changes_no_text(
-    decoder: SpeculativeDecoder, requests: Sequence[Request], forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+    decoder: SpeculativeDecoder, requests: Sequence[Request], forwards: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [outcome(result) for result in decoder.generate(requests)]
-    with_dropping = forwards.take()
+    with_dropping = take(forwards)
     assert len(set(with_dropping)) >= 3
     never_drop(monkeypatch)
     assert found == [outcome(result) for result in decoder.generate(requests)]
-    without_dropping = forwards.take()
+    without_dropping = take(forwards)
     assert len(without_dropping) == len(with_dropping)
     assert set(without_dropping) == {len(requests)}
 
 
 @pytest.mark.parametrize("name", CACHE_KINDS.values())
 def test_dropped_rows_change_no_text_of_any_cache(
-    name: str, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+    name: str, forwards: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), RereadingDrafting(nearly(name)), 3, (), prefill_chunk=8)
     assert_dropping_changes_no_text(decoder, requests_of(heat=1.0), forwards, monkeypatch)
 
 
-DRAFTING = {
-    "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
-    "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
-    "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
-    "ngram": NgramDrafting,
-    "plain": lambda: None,
-}
-
-
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
-@pytest.mark.parametrize("drafter", DRAFTING)
+@pytest.mark.parametrize("drafter", [*DRAFTING, "plain"])
 def test_dropped_rows_change_no_draft_of_any_drafter(
-    drafter: str, draft_sampling: DraftSampling, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+    drafter: str, draft_sampling: DraftSampling, forwards: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafting: Drafting | None = DRAFTING[drafter]()
-    decoder = SpeculativeDecoder(trunk_of("qwen3_5"), drafting, 3, (), draft_sampling=draft_sampling)
+    trunk = trunk_of("qwen3_5")
+    drafting = None if drafter == "plain" else DRAFTING[drafter](trunk)
+    decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=draft_sampling)
     assert_dropping_changes_no_text(decoder, requests_of(heat=0.8), forwards, monkeypatch)
 
 
@@ -125,21 +106,21 @@ def test_a_state_left_in_its_old_row_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert [result.token_ids for result in wrong] != [result.token_ids for result in right]
 
 
-def test_finished_rows_are_not_computed(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_are_not_computed(forwards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of 3, 34, 9, 24, 1 and 14 tokens: plain rounds, after the token that prefill gives."""
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
     decoder.generate(requests_of())
     # One text ends in prefill and one after 2 rounds, which are a third of the rows.
-    assert forwards.take() == [6] * 2 + [4] * 6 + [3] * 5 + [2] * 10 + [1] * 10
+    assert take(forwards) == [6] * 2 + [4] * 6 + [3] * 5 + [2] * 10 + [1] * 10
     never_drop(monkeypatch)
     decoder.generate(requests_of())
-    assert forwards.take() == [6] * 33
+    assert take(forwards) == [6] * 33
 
 
-def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: Forwards) -> None:
+def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: list[Any]) -> None:
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, (), max_batch=2)
     decoder.generate([[1, 2, 3]] * 4, max_new_tokens=12)
-    assert set(forwards.take()) == {2}
+    assert set(take(forwards)) == {2}
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:
@@ -154,7 +135,7 @@ def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen
     return results
 
 
-def test_every_row_has_its_own_depth(monkeypatch: pytest.MonkeyPatch, forwards: Forwards) -> None:
+def test_every_row_has_its_own_depth(monkeypatch: pytest.MonkeyPatch, forwards: list[Any]) -> None:
     """A row drafts no more than its request allows, and no more than it can still commit."""
     base = Request(prompt_ids=PROMPTS[0], max_new_tokens=14, mtp="auto")
     requests = [

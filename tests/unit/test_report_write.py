@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.report import write
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.write import csv_table, write_report
 from report_samples import EMPTY
-from study_samples import STUDY
+from study_samples import STUDY, make_cell
 
 PROVENANCE = {"versions": {"torch": "2.13.0"}}
 
@@ -53,12 +54,7 @@ def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
     assert len(rows) == len(STUDY.cells)
     keys = ("distilled+graft", "math", "0.6", "1.0", "0", "512", "2", "argmax")
     (row,) = [row for row in rows if tuple(row.values())[:8] == keys]
-    (cell,) = [
-        one
-        for one in STUDY.cells
-        if (one.arm, one.task, one.temperature, one.context_tokens, one.depth, one.rule)
-        == ("distilled+graft", "math", 0.6, 512, 2, "argmax")
-    ]
+    cell = make_cell("distilled+graft", "math", Setting(0.6, 512, 2, "argmax"))
     assert cell.marginal is not None
     assert cell.marginal_ci95 is not None
     assert row["marginal_2"] == str(cell.marginal[1])

@@ -69,8 +69,8 @@ def draw_by_scan(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     return (sums_BTV > threshold_BT1).view(torch.uint8).argmax(-1)
 
 
-def logits_of(kind: str, vocab: int, num_rows: int = len(SETTINGS), window: int = 2) -> Tensor:
-    return (KINDS | EQUAL_KINDS)[kind](torch.randn(num_rows, window, vocab))
+def logits_of(kind: str, vocab: int) -> Tensor:
+    return (KINDS | EQUAL_KINDS)[kind](torch.randn(len(SETTINGS), 2, vocab))
 
 
 def kept(find: Callable[[Tensor, SamplingRows], Tensor], logits_BTV: Tensor, settings: list[Sampling]) -> Tensor:
@@ -152,16 +152,9 @@ def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
     assert bool((tokens_B.diff() >= 0).all())
     scanned_B = draw_by_scan(p_BTV.expand(len(u_BT), -1, -1), u_BT)[:, 0]
     assert int((tokens_B != scanned_B).sum()) <= 2
-
-
-def test_a_draw_that_forgets_the_blocks_before_is_found_out() -> None:
-    p_BTV = (3.0 * torch.randn(1, 1, 2560)).softmax(-1)
-    u_BT = (torch.arange(4000) + 0.5)[:, None] / 4000
-    blocks_BTNS = in_blocks(p_BTV).expand(4000, -1, -1, -1)
-    right_B = first_over(blocks_BTNS, blocks_BTNS.sum(-1), u_BT[..., None])[:, 0, 0]
+    # The control: each block with the sum of its neighbour.
+    blocks_BTNS = in_blocks(p_BTV).expand(len(u_BT), -1, -1, -1)
     wrong_B = first_over(blocks_BTNS, blocks_BTNS.sum(-1).roll(1, dims=-1), u_BT[..., None])[:, 0, 0]
-    scanned_B = draw_by_scan(p_BTV.expand(4000, -1, -1), u_BT)[:, 0]
-    assert int((right_B != scanned_B).sum()) <= 2
     assert int((wrong_B != scanned_B).sum()) > 1000
 
 

@@ -14,6 +14,7 @@ from test_training import NUM_DEPTHS, SEQ_LEN, run_training, training_module
 from test_training import recipe as recipe_of_training
 from torch import Tensor
 
+from checkpoints import same
 from documents import random_documents
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
@@ -86,14 +87,10 @@ def train(
     return weights, after
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
-
-
 def test_the_best_head_is_returned_and_not_the_last(tmp_path: Path) -> None:
     weights, after = train(tmp_path, recipe({"every_steps": 3}), [1.4, 1.5, 2.0, 1.9, 2.0])
-    assert equal(weights, after[6])
-    assert not equal(weights, after[12])
+    assert same(weights, after[6])
+    assert not same(weights, after[12])
     assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2, 1.4)
 
 
@@ -102,7 +99,7 @@ def test_heads_are_compared_by_the_mean_of_greedy_and_sampled_tau(tmp_path: Path
     weights, after = train(
         tmp_path, recipe({"every_steps": 3}), [(1.5, 1.5), (2.5, 1.0), (2.0, 2.0), (1.0, 2.75), (1.5, 1.5)]
     )
-    assert equal(weights, after[6])
+    assert same(weights, after[6])
     assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2, 1.5)
 
 
@@ -116,8 +113,8 @@ def test_training_returns_the_head_that_it_was_given_if_none_is_better(stop_afte
     resumed = 0 if stop_after is None else newest_whole_step(tmp_path / "state")[0]
     assert resumed == (stop_after or 0) // 3 * 3
     weights, after = train(tmp_path, used, [score for step, score in scores.items() if step > resumed or not resumed])
-    assert equal(weights, tiny_head(tiny_trunk("qwen3_5")).state_dict())
-    assert not equal(weights, after[12])
+    assert same(weights, tiny_head(tiny_trunk("qwen3_5")).state_dict())
+    assert not same(weights, after[12])
     assert load_best(tmp_path / "state", 12) == Best(0, 2.0, 4, 2.0)
 
 
@@ -143,10 +140,10 @@ def test_training_stops_once_nothing_got_better_for_long_enough(tmp_path: Path) 
     used = recipe({"every_steps": 2, "patience": 2})
     weights, after = train(tmp_path, used, [1.1, 1.2, 1.6, 1.5, 1.55])
     assert max(after) == 8
-    assert equal(weights, after[4])
+    assert same(weights, after[4])
     again, nothing = train(tmp_path, used, [])
     assert nothing == {}
-    assert equal(again, weights)
+    assert same(again, weights)
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 5, 6, 9, 11])
@@ -159,7 +156,7 @@ def test_a_killed_run_chooses_what_an_unbroken_one_would(killed_after: int, tmp_
     resumed = newest_whole_step(tmp_path / "killed" / "state")[0]
     rest = [score for step, score in scores.items() if step > resumed or not resumed]
     found, _ = train(tmp_path / "killed", used, rest)
-    assert equal(found, expected)
+    assert same(found, expected)
 
 
 def test_what_is_measured_is_logged_by_depth(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ def test_what_is_measured_is_logged_by_depth(tmp_path: Path) -> None:
 def test_measuring_changes_nothing_that_is_trained(tmp_path: Path) -> None:
     _, after = train(tmp_path / "often", recipe({"every_steps": 1}))
     _, other = train(tmp_path / "once", recipe({"every_steps": 12}))
-    assert equal(after[12], other[12])
+    assert same(after[12], other[12])
 
 
 def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
@@ -220,7 +217,7 @@ def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monke
     assert newest_whole_step(tmp_path / "told" / "state") == (6, {})
     found, after = train(tmp_path / "told", used)
     assert min(after) == 6
-    assert equal(found, expected)
+    assert same(found, expected)
 
 
 def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:

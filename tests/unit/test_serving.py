@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_recipe import SMALLEST
 
 from json_files import write_json
 from mtp_inference.sampling.distributions import MIN_TEMPERATURE
@@ -104,27 +105,18 @@ def test_the_recipe_knows_the_decoders_lowest_temperature() -> None:
     assert sections.MIN_TEMPERATURE == MIN_TEMPERATURE
 
 
-RAW: dict[str, Any] = {
-    "run_dir": "run",
-    "model": {"trunk": "finetune", "head_from": "base"},
-    "data": {"sources": [{"path": "chats.jsonl"}]},
-    "train": {"max_steps": 10, "tokens_per_step": 512, "lr": 0.001},
-    "evaluate": {"arms": ["none", "graft", "retrained"]},
-}
-
-
 @pytest.mark.parametrize(
     ("written", "temperature"),
     [("0.0", (0.0,)), ("[0, 0.6]", (0.0, 0.6)), ("auto", "auto"), ("1", (1.0,))],
 )
 def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
-    recipe = load_recipe(RAW, [f"evaluate.temperature={written}"])
+    recipe = load_recipe(SMALLEST, [f"evaluate.temperature={written}"])
     assert recipe.evaluate.temperature == temperature
-    assert load_recipe(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
+    assert load_recipe(SMALLEST, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
 
 
 @pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
 def test_filters_need_a_temperature_to_filter(field: str) -> None:
     with pytest.raises(Exception, match=r"with evaluate\.temperature: 0; expected auto"):
-        load_recipe(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
-    assert load_recipe(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])
+        load_recipe(SMALLEST, ["evaluate.temperature=0", f"evaluate.{field}"])
+    assert load_recipe(SMALLEST, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])

@@ -14,16 +14,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
-from torch import Tensor
 
 import mtp_inference.decoder
 import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
+from calls import calls_of
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder
-from mtp_inference.batch import Batch
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
-from mtp_inference.round import prefill
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
@@ -46,9 +44,9 @@ def decoder_of(name: str, drafting: Drafting | None, *, depth: int = 3, rows: in
     return SpeculativeDecoder(trunk_of(name), drafting, depth, (), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8)
 
 
-def right(name: str, rows: int = 3, depth: int = 3) -> SpeculativeDecoder:
+def right(name: str, rows: int = 3) -> SpeculativeDecoder:
     """Return a decoder whose every draft is accepted."""
-    return decoder_of(name, RereadingDrafting(trunk_of(name)), rows=rows, depth=depth)
+    return decoder_of(name, RereadingDrafting(trunk_of(name)), rows=rows)
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -194,18 +192,12 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
 
 
 def test_prompts_of_a_length_are_prefilled_together_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-
-    def watched(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
-        shapes.append(tuple(prompt_RT.shape))
-        return prefill(batch, rows, prompt_RT)
-
-    monkeypatch.setattr(mtp_inference.session, "prefill", watched)
+    prefills = calls_of(monkeypatch, mtp_inference.session, "prefill")
     monkeypatch.setattr(mtp_inference.session, "MAX_PREFILL_TOKENS", 10)
     requests = [Request(prompt_ids=prompt(length, seed), max_new_tokens=3) for seed, length in enumerate((5, 19, 5, 5))]
     decoder_of("glm4_moe", None, depth=0, rows=4).generate(requests)
     # A prompt that is longer by itself comes alone.
-    assert shapes == [(1, 19), (2, 5), (1, 5)]
+    assert [prompt_RT.shape for *_, prompt_RT in prefills] == [(1, 19), (2, 5), (1, 5)]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

@@ -116,8 +116,8 @@ def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         make_accelerator()
 
 
-def training_module(family_name: str = "qwen3_5") -> HeadTraining:
-    trunk = tiny_trunk(family_name)
+def training_module() -> HeadTraining:
+    trunk = tiny_trunk("qwen3_5")
     return HeadTraining(TrunkStates(trunk), tiny_head(trunk), num_depths=1, kind="kl", temperature=1.0)
 
 

@@ -13,7 +13,6 @@ from mtp_train.acceptance.intervals import (
     Difference,
     holm,
     holm_levels,
-    judge_difference,
     t_quantile,
     tau_difference,
     two_sided_p,
@@ -163,15 +162,6 @@ def test_prompts_without_spread() -> None:
     assert tau_difference(same[0][:5] + silent, worse[:5] + silent).p_value == pytest.approx(2 / 32)
 
 
-def test_a_few_long_texts_are_few_prompts() -> None:
-    without_P = 0.5 + 0.1 * np.tile([-1.0, 1.0], 5)
-    alike = judge_difference(0.5, without_P, np.ones((10, 2)))
-    long = judge_difference(0.5, without_P, np.array([[100.0] * 2] * 2 + [[1.0] * 2] * 8))
-    assert alike.ci95 is not None
-    assert long.ci95 is not None
-    assert long.ci95[0] < alike.ci95[0] - 0.5
-
-
 def test_arms_are_compared_where_both_decoded() -> None:
     """A prompt that one arm had no room for is left out of both; so are plain decoding and settings of one arm."""
     more = [decoded([3] * 5, "p9"), decoded([2, 1], "p0"), decoded([0, 3], "p1", "two")]
@@ -188,14 +178,12 @@ def test_arms_are_compared_where_both_decoded() -> None:
     assert compare_arms([first, dataclasses.replace(second, decoded={GREEDY: [decoded([1], "elsewhere")]})]) == ()
 
 
-def read_text(
-    rng: np.random.Generator, name: str, mean_nats: float, skill: float = 1.0, prompts: int = 40
-) -> MeasuredArm:
+def read_text(rng: np.random.Generator, name: str, mean_nats: float, skill: float = 1.0) -> MeasuredArm:
     """Return an arm whose overlap falls with entropy by its skill alone, and the rounds that it gives."""
     entropies: list[Floats] = []
     overlaps: list[Floats] = []
     records = []
-    for number in range(prompts):
+    for number in range(40):
         entropy_N = rng.exponential(mean_nats * rng.uniform(0.7, 1.3), 150)
         overlap_N = np.clip(np.exp(-entropy_N / (2 * skill)) + rng.normal(0, 0.05, 150), 0, 1)
         entropies.append(entropy_N)

@@ -42,9 +42,9 @@ def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
     return trunk, tiny_head(trunk)
 
 
-def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: int = 32) -> DenseRows:
+def rows_of(family: str = "glm4_moe", temperature: float = 1.0) -> DenseRows:
     trunk, head = model(family)
-    return dense_rows(trunk, HeadDrafting(head), *texts(), DEPTHS, temperature, seq_len_tokens)
+    return dense_rows(trunk, HeadDrafting(head), *texts(), DEPTHS, temperature, 32)
 
 
 def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:

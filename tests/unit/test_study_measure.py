@@ -66,12 +66,10 @@ def arms_of(trunk: Trunk, drafting: dict[str, Drafting], max_new_tokens: int, **
     )
 
 
-def block(
-    trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
-) -> LaneRecords:
-    store = Store(out, {"grid": repr(grid)})
-    arms = arms_of(trunk, drafting, grid.max_new_tokens, batch=grid.batch, store=store)
-    lanes, progress = arms.lanes(grid.drafted(temperature, None)), Progress(disable=True)
+def block(trunk: Trunk, drafting: dict[str, Drafting], out: Path) -> LaneRecords:
+    store = Store(out, {"grid": repr(GRID)})
+    arms = arms_of(trunk, drafting, GRID.max_new_tokens, batch=GRID.batch, store=store)
+    lanes, progress = arms.lanes(GRID.drafted(0.0, None)), Progress(disable=True)
     found = decode_prompts(arms, {None: prompts()}, lanes, progress)
     (task,) = progress.tasks
     assert task.completed == task.total == 3 * (1 + len(lanes))
@@ -89,7 +87,7 @@ def test_rules_go_with_temperatures() -> None:
 def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = block(trunk, drafting, tmp_path / "whole", 0.0)
+    whole = block(trunk, drafting, tmp_path / "whole")
     left = iter(range(3))
     stock = SpeculativeDecoder.stream
 
@@ -101,13 +99,13 @@ def test_a_broken_off_study_goes_on(
     monkeypatch.setattr(SpeculativeDecoder, "stream", breaking)
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
-        block(trunk, drafting, out, 0.0)
+        block(trunk, drafting, out)
     monkeypatch.undo()
     files = sorted(out.glob("measured/*/*/*.jsonl"))
     # A kill may leave half a line.
     files[0].write_bytes(files[0].read_bytes()[:-20])
     kept = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in files}
-    again = block(trunk, drafting, out, 0.0)
+    again = block(trunk, drafting, out)
     assert texts_of(again) == texts_of(whole)
     for path, line in kept.items():
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Report
+from mtp_train.evaluation.results import ALL_TASKS, Cell, Report
 from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.study import (
     CLAIM,
@@ -20,69 +19,37 @@ from mtp_train.runs.study import (
     comparison_of,
     find,
 )
+from study_samples import HEADLINE, make_cell
+from study_samples import STUDY as SAMPLE
 
-GREEDY = Setting(0.0, None, 3, "greedy")
 STUDY = StudySection(objectives=("kl", "ce"), margin=0.05)
 KL, CE = "retrained-kl", "retrained-ce"
 
 
-def cell(arm: str, tau: float, overlap: float = 0.6) -> Cell:
-    empty = dict.fromkeys(Cell.__dataclass_fields__)
-    known: dict[str, Any] = {
-        "arm": arm,
-        "task": ALL_TASKS,
-        "temperature": 0.0,
-        "depth": 3,
-        "rule": "greedy",
-        "top_p": 1.0,
-        "top_k": 0,
-        "tau": tau,
-        "overlap": (overlap,),
-        "target_entropy": 0.5,
-        "repeated_8gram_share": 0.02,
-    }
-    return Cell(**{**empty, **known})
+def cell(arm: str, tau: float) -> Cell:
+    return replace(make_cell("distilled+graft", ALL_TASKS, HEADLINE), arm=arm, tau=tau, overlap=(0.6,))
 
 
 def comparison(first: str, second: str, delta: float, ci95: Interval | None, overlap: float | None = None) -> Any:
-    return ArmComparison(
+    return replace(
+        SAMPLE.comparisons[0],
         first=first,
         second=second,
-        task=ALL_TASKS,
-        temperature=0.0,
-        context_tokens=None,
-        depth=3,
-        rule="greedy",
         delta_tau=delta,
         delta_tau_ci95=ci95,
-        groups=12,
-        p_value=0.01,
-        differs=True,
-        same_trunk=True,
         delta_overlap_at_equal_entropy=overlap,
         delta_overlap_at_equal_entropy_ci95=None if overlap is None else (overlap - 0.01, overlap + 0.01),
     )
 
 
-def report(cells: list[Cell], comparisons: list[ArmComparison]) -> Report:
-    return Report(
-        title="t",
-        arms={},
-        lossless=None,
-        gate=None,
-        settings={},
-        cells=tuple(cells),
-        comparisons=tuple(comparisons),
-    )
-
-
-USUAL = report(
-    [cell(VANILLA, 2.5), cell(GRAFT, 1.4), cell(KL, 3.1), cell(CE, 3.0)],
-    [
+USUAL = replace(
+    SAMPLE,
+    cells=(cell(VANILLA, 2.5), cell(GRAFT, 1.4), cell(KL, 3.1), cell(CE, 3.0)),
+    comparisons=(
         comparison(GRAFT, KL, -1.7, (-2.0, -1.4)),
         comparison(KL, CE, 0.1, (-0.1, 0.3)),
         comparison(VANILLA, KL, -0.6, (-0.9, -0.3), overlap=-0.02),
-    ],
+    ),
 )
 
 
@@ -107,7 +74,7 @@ def compared(tau: tuple[float, Interval], overlap: tuple[float, Interval]) -> Re
 def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     tau: tuple[float, Interval], overlap: tuple[float, Interval], tones: list[str]
 ) -> None:
-    found = back_at_vanilla(compared(tau, overlap), GREEDY, STUDY)
+    found = back_at_vanilla(compared(tau, overlap), HEADLINE, STUDY)
     assert [one.tone for one in found] == tones
     assert found[0].statement == "Back at the vanilla level by tau (greedy)."
     assert f"retrained-kl 3.10 against vanilla 2.50: {tau[0]:+.2f} [{tau[1][0]:+.2f}, {tau[1][1]:+.2f}]" in (
@@ -137,16 +104,16 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
 )
 def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
     # Another rule of the same temperature gives the same findings.
-    first, *measures = find(compared((0.5, (0.2, 0.8)), overlap), STUDY, [GREEDY, GREEDY])
+    first, *measures = find(compared((0.5, (0.2, 0.8)), overlap), STUDY, [HEADLINE, HEADLINE])
     assert (first.statement, first.tone, first.evidence) == (f"{CLAIM}.", tone, said)
     assert len(measures) == 2
 
 
 def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
-    turned = comparison_of(USUAL, KL, VANILLA, GREEDY)
+    turned = comparison_of(USUAL, KL, VANILLA, HEADLINE)
     assert (turned.first, turned.delta_tau, turned.delta_tau_ci95) == (KL, 0.6, (0.3, 0.9))
     assert turned.delta_overlap_at_equal_entropy == 0.02
     assert turned.delta_overlap_at_equal_entropy_ci95 == pytest.approx((0.01, 0.03))
-    assert comparison_of(USUAL, VANILLA, KL, GREEDY).delta_tau == -0.6
+    assert comparison_of(USUAL, VANILLA, KL, HEADLINE).delta_tau == -0.6
     with pytest.raises(LookupError, match="no comparison of vanilla and graft"):
-        comparison_of(USUAL, VANILLA, GRAFT, GREEDY)
+        comparison_of(USUAL, VANILLA, GRAFT, HEADLINE)

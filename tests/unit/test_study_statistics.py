@@ -19,9 +19,9 @@ from simulated_drafters import DEPTH, decoded, decoded_of, dense_of, rounds_by_a
 GREEDY = Setting(0.0, None, DEPTH, "greedy")
 
 
-def arm(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = (), setting: Setting = GREEDY) -> MeasuredArm:
-    without = MeasuredArm("none", "trunk", None, {setting.plain: plain}, {setting.plain: plain})
-    return MeasuredArm("head", "trunk", "heads/head", {setting: records}, {setting: records}, plain=without)
+def arm(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = ()) -> MeasuredArm:
+    without = MeasuredArm("none", "trunk", None, {GREEDY.plain: plain}, {GREEDY.plain: plain})
+    return MeasuredArm("head", "trunk", "heads/head", {GREEDY: records}, {GREEDY: records}, plain=without)
 
 
 def cell_of(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = ()) -> Cell:

@@ -13,8 +13,9 @@ from mtp_train.checkpoints.identity import directory_files
 from mtp_train.cli.main import main
 from mtp_train.errors import ChangedInputError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.store import Store
+from simulated_drafters import decoded
 
 SILENT = Progress(disable=True)
 
@@ -77,18 +78,6 @@ def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_pa
         opened(out, arm(), trunk)
 
 
-def record(prompt_id: str) -> PromptRecord:
-    return PromptRecord(
-        prompt_id=prompt_id,
-        group="g",
-        task="t",
-        prompt_tokens=3,
-        token_ids=(1, 2),
-        drafted=(1,),
-        accepted=(1,),
-    )
-
-
 def test_several_processes_write_and_each_reads_all(tmp_path: Path) -> None:
     first = Store(tmp_path, arm())
     first.claim()
@@ -96,9 +85,9 @@ def test_several_processes_write_and_each_reads_all(tmp_path: Path) -> None:
     setting = Setting(1.0, None, 3, "argmax")
     # A setting whose file names begin with the other one's.
     filtered = Setting(1.0, None, 3, "argmax", 0.9)
-    first.add("a", setting, [record("p0")])
-    second.add("a", setting, [record("p1")])
-    second.add("a", filtered, [record("p2")])
+    first.add("a", setting, [decoded([1], "p0")])
+    second.add("a", setting, [decoded([1], "p1")])
+    second.add("a", filtered, [decoded([1], "p2")])
     for number in (0, 1, 7):
         store = Store(tmp_path, arm(), writer=number)
         assert sorted(store.read("a", setting)) == ["p0", "p1"]

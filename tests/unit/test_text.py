@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from byte_tokenizer import byte_tokenizer
+from calls import calls_of
 from mtp_inference.text import TextStream
 from mtp_train.checkpoints.demo import demo_path
 
@@ -50,11 +50,6 @@ TOKENIZERS = {
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return TOKENIZERS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def byte_level() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +157,6 @@ def test_special_tokens_and_ids_without_a_token_are_silent(tokenizer: PreTrained
 def test_the_work_per_token_does_not_grow_with_the_text(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_decoded: list[int] = []
-
-    def decode(tokens: list[int], **options: Any) -> str:
-        num_decoded.append(len(tokens))
-        return stock(tokens, **options)
-
-    stock = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", decode)
+    decoded = calls_of(monkeypatch, tokenizer, "decode")
     pushed(TextStream(tokenizer, of_text(tokenizer, "hello wörld " * 200)), of_text(tokenizer, "hello wörld 🙂 " * 60))
-    assert max(num_decoded) <= 20
+    assert max(len(tokens) for (tokens,) in decoded) <= 20

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from checkpoints import holds
 from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
@@ -98,12 +99,8 @@ def one_step(
 
 
 def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
     scale = max(float(value.abs().max()) for value in expected.values())
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, atol=1e-5 * scale, rtol=1e-4, msg=lambda text, at=name: at + text
-        )
+    torch.testing.assert_close(found, expected, atol=1e-5 * scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
@@ -184,7 +181,7 @@ def test_only_the_head_learns(family_name: str) -> None:
     wrapped.train()
     given = micro_batches(four_sequences(), plan_of(used, 1), weights_of(used), accelerator, module.states)
     optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
-    assert all(torch.equal(value, trunk_before[name]) for name, value in module.ends.state_dict().items())
+    assert holds(trunk_before, module.ends.state_dict())
     assert all(value.grad is None and not value.requires_grad for value in module.ends.parameters())
     assert not any(part.training for part in module.ends.modules())
     assert module.head.training
@@ -201,7 +198,7 @@ def test_what_is_no_target_and_read_by_none_gives_nothing(kind: str) -> None:
     sequence.input_ids_T[10:] = (sequence.input_ids_T[10:] + 1) % VOCAB_SIZE
     found, found_K = one_step(training_module(kind=kind), [sequence], used)
     assert torch.equal(found_K, sums_K)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert holds(expected, found)
     sequence.loss_mask_T[10] = True
     found, found_K = one_step(training_module(kind=kind), [sequence], used)
     assert (found_K > sums_K).all()

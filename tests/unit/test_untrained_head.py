@@ -33,7 +33,7 @@ DRAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 }
 
 
-def drawn(family_name: str, directory: Path, draw: str = "normal") -> Path:
+def drawn(family_name: str, directory: Path) -> Path:
     """Write a checkpoint whose head is as transformers makes one: norms at their initial value, matrices drawn."""
     torch.manual_seed(0)
     trunk = tiny_trunk(family_name)
@@ -41,7 +41,9 @@ def drawn(family_name: str, directory: Path, draw: str = "normal") -> Path:
     plain = type(head)(trunk.family, trunk.config, num_modules=len(head.blocks), convention=head.convention)
     for name, value in head.named_parameters():
         is_norm = name.endswith("norm.weight")
-        value.data.copy_(plain.get_parameter(name) if is_norm or value.ndim < 2 else DRAWS[draw](tuple(value.shape)))
+        value.data.copy_(
+            plain.get_parameter(name) if is_norm or value.ndim < 2 else DRAWS["normal"](tuple(value.shape))
+        )
     return save_with_head(trunk, head, directory)
 
 

@@ -25,9 +25,7 @@ from mtp_train.trunk.whole import diagnose_trunk
 from runs import Capture, document, paste, refusal, run_command
 from tiny import tiny_trunk
 
-Tensors = dict[str, Tensor]
 LAYER = "model.layers.1.mlp.up_proj.weight"
-EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 HEAD = "mtp.fc.weight"
 

@@ -23,8 +23,8 @@ from mtp_train.checkpoints.writing import (
 from mtp_train.errors import CheckpointError, OutputExistsError
 
 
-def pending(key: str, value: Tensor, dtype: str | None = None) -> PendingTensor:
-    return PendingTensor(key, dtype or SAFETENSORS_DTYPES[value.dtype], tuple(value.shape), lambda: [value])
+def pending(key: str, value: Tensor) -> PendingTensor:
+    return PendingTensor(key, SAFETENSORS_DTYPES[value.dtype], tuple(value.shape), lambda: [value])
 
 
 def bits(value: Tensor) -> bytes:
