@@ -358,11 +358,11 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     path = str(checkpoint.path)
     if found.problems:
         reason = f"no: {found.problems[0]}"
-    elif checkpoint.family.layer is None:
-        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH)
     elif found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
         return engine_commands(complete(DSPARK), path, block if isinstance(block, int) else SUGGESTED_DEPTH)
+    elif checkpoint.family.layer is None:
+        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH)
     elif found.status != "healthy":
         reason = {
             "untrained": f"no: {NEVER_TRAINED}",
