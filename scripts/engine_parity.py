@@ -3,6 +3,7 @@
 
     python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
     python scripts/engine_parity.py TRUNK --head RUN/head --draft RUN/export --engine vllm --python ... --out ...
+    python scripts/engine_parity.py TRUNK --draft ASSISTANT --engine vllm --python ... --out ...
 
 Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The verdict in the
 record is ``equal``, ``explained`` (every difference starts at a near tie of two tokens, ``engines/verdict.py``) or

@@ -29,13 +29,19 @@ class EngineUnderTest:
     """Whether it drafts before the first token of the answer is known."""
     decodes: bool = True
     """Whether it can draft and verify; otherwise only the logits of its head are compared."""
+    assistant: tuple[int, int] = (1, 1)
+    """``POSITION_OFFSET`` and ``MORE_SLIDING_KEYS`` of :mod:`mtp_train.heads.assistant` with which it drafts."""
 
 
 ENGINES: Mapping[str, EngineUnderTest] = {
-    "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm"),
+    "vllm": EngineUnderTest(program="run_vllm.py", convention="vllm", assistant=(0, 0)),
     "sglang": EngineUnderTest(program="run_sglang.py", convention="sglang"),
     "llama.cpp": EngineUnderTest(
-        program="run_llama_cpp.py", convention="llama.cpp", leading_row=True, drafts_first=True
+        program="run_llama_cpp.py",
+        convention="llama.cpp",
+        leading_row=True,
+        drafts_first=True,
+        assistant=(1, -1),
     ),
     "transformers": EngineUnderTest(program="run_transformers.py", convention="auto"),
     "speculators": EngineUnderTest(program="run_speculators.py", convention="auto", decodes=False),

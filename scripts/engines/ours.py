@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from engines.traces import Round, Text
-from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
+from mtp_inference import Request, SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.heads.build import build_head, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.draft_model import draft_model, draft_plan
+from mtp_train.heads.head import Head
 from mtp_train.trunk.load import Trunk, load_trunk
 
 
@@ -30,24 +31,30 @@ class Subject:
     """A trunk and its head, in the same dtype."""
 
     trunk: Trunk
-    head: MtpHead
+    head: Head
     draft_vocab_R: Tensor | None = None
     """Token ids of the draft vocabulary, int64; None for all tokens."""
 
 
-def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, head: Path | None = None) -> Subject:
-    """Load a checkpoint with its own head, or with a head directory, on the CPU.
+def load_subject(
+    checkpoint: Checkpoint, convention: str, dtype: torch.dtype, head: Path | None = None, draft: Path | None = None
+) -> Subject:
+    """Load a checkpoint with its own head, with a head directory, or with a draft model alone, on the CPU.
 
     Args:
         checkpoint: The checkpoint of the trunk.
         convention: The convention of an engine's wiring.
         dtype: Dtype of trunk and head.
-        head: A head directory; None for the checkpoint's own head.
+        head: A head directory; None for the draft model, or else the checkpoint's own head.
+        draft: A draft model.
 
     Raises:
         MtpError: There is no head, or the family has no such convention.
     """
-    if head is None:
+    found = None if head is not None or draft is None else draft_model(open_checkpoint(draft))
+    if found is not None:
+        plan = draft_plan(found, checkpoint)
+    elif head is None:
         plan = graft_plan(checkpoint, checkpoint, convention)
     else:
         artifact = load_artifact(head)
@@ -103,7 +110,7 @@ class RecordedDrafting(Drafting):
     """Draft with a head, one text at a time, and record the drafts of every round in ``drafted``."""
 
     def __init__(self, subject: Subject, *, leading_row: bool) -> None:
-        self._drafting = HeadDrafting(subject.head, subject.draft_vocab_R)
+        self._drafting: Drafting = subject.head.family.kind.draft_with(subject.head, subject.draft_vocab_R)
         self._leading_row = leading_row
         self.drafted: list[tuple[int, ...]] = []
 

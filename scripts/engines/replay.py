@@ -17,8 +17,7 @@ from torch import Tensor
 from engines.ours import Subject
 from engines.traces import Text
 from engines.verdict import Miss
-from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
+from mtp_train.heads.head import Head
 from mtp_train.trunk.load import Trunk
 
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
@@ -63,7 +62,7 @@ def replayed(subject: Subject, text: Text, leading_row: bool) -> Iterator[tuple[
             known = tokens[: num_prompt + start]
             states = draft_states(trunk, head, read_TD[: len(known) - 1], [*known, *one.drafts], leading_row)
             for depth, (token, state_D) in enumerate(zip(one.drafts, states, strict=True), start=1):
-                logits_V = head.module_for(depth).project(state_D, trunk.project)
+                logits_V = head.project(depth, state_D, trunk.project)
                 yield start + depth - 1, depth, token, of_drafts(logits_V, subject.draft_vocab_R)
 
 
@@ -74,9 +73,7 @@ def of_drafts(logits: Tensor, draft_vocab_R: Tensor | None) -> Tensor:
     return torch.full_like(logits, -torch.inf).index_copy(-1, draft_vocab_R, logits[..., draft_vocab_R])
 
 
-def draft_states(
-    trunk: Trunk, head: MtpHead, hidden_TD: Tensor, tokens: Sequence[int], leading_row: bool
-) -> list[Tensor]:
+def draft_states(trunk: Trunk, head: Head, hidden_TD: Tensor, tokens: Sequence[int], leading_row: bool) -> list[Tensor]:
     """Return the head's hidden states from which a round's drafts are computed, one per draft.
 
     Args:
@@ -96,8 +93,7 @@ def draft_states(
     # Attention is causal: the padding rows at the end do not affect earlier rows.
     padded_TD = torch.nn.functional.pad(hidden_TD, (0, 0, 0, len(ids) - num_rows))
     tokens_1T = torch.tensor([ids])
-    states = unroll(
-        head,
+    states = head.unroll(
         padded_TD[None],
         tokens_1T,
         head.embedding(trunk.embed),

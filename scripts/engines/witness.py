@@ -23,6 +23,9 @@ from engines.verdict import Miss, count_controls, judge, worst
 from mtp_train import __version__
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.families.spec import Streams
+from mtp_train.heads import assistant
+from mtp_train.heads.module import MtpHead
+from mtp_train.upstream.transformers_private import replacing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
@@ -37,6 +40,8 @@ heads that read trunk layers, read the layer above each one."""
 OTHER_STREAMS, TRUNK_MIXER = "other_streams", "trunk_mixer"
 """Controls of heads that read residual streams, before any norm: read the next stream instead of each one, or mix the
 head's streams with the trunk's mixer."""
+OTHER_POSITION, OTHER_WINDOW = "other_position", "other_window"
+"""Controls of assistants: draft at the next position, or attend to one key more in sliding layers."""
 OTHER_TOKENS, OTHER_ORDER, OTHER_PREFIX = "other_tokens", "other_order", "other_prefix"
 """Controls of a reduced draft vocabulary (every id plus 1), and of heads with several modules: reverse their order, or
 switch ``Convention.prefix`` between ``trunk`` and ``chained``."""
@@ -82,11 +87,20 @@ class Task:
         # Engines add no extra row for draft models.
         return (self.engine.leading_row and self.draft is None) != (self.control == "leading_row")
 
+    @property
+    def assistant(self) -> dict[str, int]:
+        """The constants of :mod:`mtp_train.heads.assistant` to draft with."""
+        offset, more = self.engine.assistant
+        return {
+            "POSITION_OFFSET": offset + (self.control == OTHER_POSITION),
+            "MORE_SLIDING_KEYS": more + (self.control == OTHER_WINDOW),
+        }
+
     def _subject(self, dtype: torch.dtype) -> Subject:
-        subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.head)
+        subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.head, self.draft)
         if self.control == LATER_LAYERS:
             subject.head.trunk_layers = tuple(layer + 1 for layer in subject.head.trunk_layers)
-        subject.trunk.show_layers(subject.head.trunk_layers)
+        subject.trunk.show_to(subject.head)
         if self.control == OTHER_TOKENS and subject.draft_vocab_R is not None:
             subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
         if self.control == OTHER_ORDER:
@@ -153,16 +167,18 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
     has_streams = head.family.trunk.streams is not None
     more = {
-        RECYCLE: not has_streams,
-        OTHER_STATE: not has_streams and not head.trunk_layers,
+        **dict.fromkeys(CONTROLS, not head.reads_keys),
+        RECYCLE: not has_streams and not head.reads_keys,
+        OTHER_STATE: not has_streams and not head.reads_keys and not head.trunk_layers,
+        **dict.fromkeys((OTHER_POSITION, OTHER_WINDOW), head.reads_keys),
         LATER_LAYERS: bool(head.trunk_layers),
         OTHER_STREAMS: has_streams,
         TRUNK_MIXER: has_streams,
         OTHER_TOKENS: draft_vocab_R is not None,
         OTHER_ORDER: len(head.blocks) > 1,
-        OTHER_PREFIX: head.chaining in ("chained", "chained_drafts"),
+        OTHER_PREFIX: isinstance(head, MtpHead) and head.chaining in ("chained", "chained_drafts"),
     }
-    for control in (*CONTROLS, *(name for name, shows in more.items() if shows)):
+    for control in (name for name, shows in more.items() if shows):
         entry = compare(replace(task, control=control))
         found[control] = {name: entry[name] for name in ("verdict", "texts_equal") if name in entry}
     return found
@@ -184,7 +200,9 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
     """Return the job of the engine's program."""
     draft = None
     if task.draft is not None:
-        draft = {"kind": task.fp32.head.family.kind.name, "path": str(task.draft.resolve())}
+        # Engines draft with an assistant by their options for MTP heads.
+        kind = "mtp" if task.fp32.head.reads_keys else task.fp32.head.family.kind.name
+        draft = {"kind": kind, "path": str(task.draft.resolve())}
     return {
         "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
@@ -205,9 +223,10 @@ def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dic
         theirs = [after_first_round(text) for text in theirs]
     eos_ids = frozenset(document["eos_ids"])
     theirs = [cut(text, task.max_new_tokens, eos_ids) for text in theirs]
-    ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
-    our_misses = _misses(task, ours)
-    their_misses = our_misses if ours == theirs else _misses(task, theirs)
+    with replacing(assistant, **task.assistant):
+        ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
+        our_misses = _misses(task, ours)
+        their_misses = our_misses if ours == theirs else _misses(task, theirs)
     return {
         **judge(ours, theirs, our_misses, their_misses, most_steps=MOST_STEPS[task.dtype]),
         "ours": count(ours, depth),

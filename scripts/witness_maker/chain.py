@@ -6,14 +6,15 @@ Shapes: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mtp_train.families import of_kind
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
 
 ROWS, TOKENS = 16, 32
@@ -51,7 +52,7 @@ class Chain:
         return torch.stack(columns, dim=1)
 
 
-def train(trunk: Trunk, head: MtpHead, chain: Chain, num_steps: int, generator: torch.Generator) -> float:
+def train(trunk: Trunk, head: Head, chain: Chain, num_steps: int, generator: torch.Generator) -> float:
     """Train trunk and head together on a chain with cross-entropy; freeze them afterwards.
 
     Args:
@@ -81,11 +82,10 @@ def train(trunk: Trunk, head: MtpHead, chain: Chain, num_steps: int, generator: 
     return float(loss.detach())
 
 
-def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
+def _loss(trunk: Trunk, head: Head, tokens_BT: Tensor) -> Tensor:
     hidden_BTD = trunk.hidden(tokens_BT)
     num_tokens = tokens_BT.shape[1]
-    states = unroll(
-        head,
+    states = head.unroll(
         trunk.head_input(hidden_BTD.detach(), head.convention),
         tokens_BT,
         head.embedding(trunk.embed),
@@ -94,9 +94,13 @@ def _loss(trunk: Trunk, head: MtpHead, tokens_BT: Tensor) -> Tensor:
         document_BT=torch.zeros_like(tokens_BT),
     )
     # The trunk's row t predicts token t + 1, the head's depth k token t + k + 1.
+    # Other heads than assistants have the trunk's lm_head here, or get their own from it after training.
+    own = [partial(head.project, depth, shared=trunk.project) for depth in range(1, TRAINED_DEPTHS + 1)]
+    projects = [trunk.project, *(own if head.reads_keys else [trunk.project] * TRAINED_DEPTHS)]
+    all_states = [trunk.normed(hidden_BTD), *states]
     losses = [
-        cross_entropy(trunk.project(state_BTD[:, : num_tokens - ahead]).flatten(0, 1), tokens_BT[:, ahead:].flatten())
-        for ahead, state_BTD in enumerate([trunk.normed(hidden_BTD), *states], start=1)
+        cross_entropy(project(state_BTD[:, : num_tokens - ahead]).flatten(0, 1), tokens_BT[:, ahead:].flatten())
+        for ahead, (project, state_BTD) in enumerate(zip(projects, all_states, strict=True), start=1)
     ]
     return torch.stack(losses).mean()
 

@@ -20,11 +20,14 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.families import FAMILIES, Family
+from mtp_train.families.kinds.assistant import GEMMA4
+from mtp_train.heads.assistant import AssistantHead
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
+from witness_maker.assistant import random_assistant, save_assistant
 from witness_maker.chain import TRAINED_DEPTHS, Chain, random_head, train
 from witness_maker.shapes import SHAPES, WitnessShape
 from witness_maker.variants import beside_a_trunk, for_sglang
@@ -58,7 +61,8 @@ def make_witness(
 ) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts for it.
 
-    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model).
+    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model), an
+    assistant to ``draft`` alone.
 
     Args:
         name: The family.
@@ -72,26 +76,29 @@ def make_witness(
     Returns:
         The last loss, the noise in the head, and its share of correct first drafts with that noise.
     """
-    shape = SHAPES[name] if kind == "mtp" else beside_a_trunk(SHAPES[name], kind)
+    shape = SHAPES[name] if kind in ("mtp", "assistant") else beside_a_trunk(SHAPES[name], kind)
     if sglang:
         shape = for_sglang(shape)
-    family = next(family for family in FAMILIES if family.name == name)
+    family = next(family for family in (*FAMILIES, GEMMA4) if family.name == name)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     trunk = random_trunk(family, shape)
-    head = random_head(trunk, shape.num_modules, kind)
-    trunk.show_layers(head.trunk_layers)
+    head = random_assistant(trunk) if kind == "assistant" else random_head(trunk, shape.num_modules, kind)
+    trunk.show_to(head)
     for module in (trunk, head):
         _stir(module, generator)
         if shape.always_chosen:
             _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
     loss = train(trunk, head, chain, num_steps, generator)
-    for weight_VD in head.own_lm_heads(shape.num_modules) or []:
+    for weight_VD in [] if head.reads_keys else head.own_lm_heads(shape.num_modules) or []:
         weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
     spoiling, right = spoil(trunk, head, chain, generator)
     if kind == "mtp":
         save(trunk, head, shape, directory)
+    elif isinstance(head, AssistantHead):
+        trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
+        save_assistant(head, directory / "draft")
     else:
         vocab_R = None if num_drafted is None else torch.randperm(len(WORDS), generator=generator)[:num_drafted]
         save_beside(trunk, head, shape, directory, vocab_R)
@@ -125,7 +132,7 @@ def _stir(module: nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for part in module.modules():
             kind = type(part).__name__
-            if kind.endswith("Norm") and not kind.endswith("UnweightedRMSNorm"):
+            if kind.endswith("Norm") and hasattr(part, "weight"):
                 part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
             if kind.endswith("HashRouter"):
                 # A hash-routing table with other experts for every token.
@@ -146,7 +153,7 @@ def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -
             bias_E[start + torch.randperm(half, generator=generator)[:number]] += MORE_THAN_SCORES
 
 
-def spoil(trunk: Trunk, head: MtpHead, chain: Chain, generator: torch.Generator) -> tuple[float, float]:
+def spoil(trunk: Trunk, head: Head, chain: Chain, generator: torch.Generator) -> tuple[float, float]:
     """Increase the noise in a head's matrices until its share of correct first drafts is at most ``MOST_RIGHT``.
 
     Returns:
@@ -170,11 +177,10 @@ def _noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def share_right(trunk: Trunk, head: MtpHead, chain: Chain, tokens_BT: Tensor) -> float:
+def share_right(trunk: Trunk, head: Head, chain: Chain, tokens_BT: Tensor) -> float:
     """Return the share of first drafts that equal the successor, in the chain, of the token that the head reads."""
     hidden_BTD = trunk.head_input(trunk.hidden(tokens_BT), head.convention)
-    (state_BTD,) = unroll(
-        head,
+    (state_BTD,) = head.unroll(
         hidden_BTD,
         tokens_BT,
         head.embedding(trunk.embed),
@@ -182,7 +188,7 @@ def share_right(trunk: Trunk, head: MtpHead, chain: Chain, tokens_BT: Tensor) ->
         positions_BT=torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT),
         document_BT=torch.zeros_like(tokens_BT),
     )
-    drafted_BT = head.module_for(1).project(state_BTD, trunk.project).argmax(dim=-1)[:, :-1]
+    drafted_BT = head.project(1, state_BTD, trunk.project).argmax(dim=-1)[:, :-1]
     return (drafted_BT == chain.successor_V[tokens_BT[:, 1:]]).float().mean().item()
 
 

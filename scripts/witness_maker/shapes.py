@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from witness_maker.words import VOCAB_SIZE
+from witness_maker.words import NUM_TOKENS, VOCAB_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,21 @@ SHAPES: Mapping[str, WitnessShape] = MappingProxyType(
     {
         "qwen3_5": WitnessShape(fields=_SIZES | _GATED_DELTA),
         "qwen3_5_moe": WitnessShape(fields=_SIZES | _GATED_DELTA | _ALL_OF_FOUR),
+        "gemma4": WitnessShape(
+            fields=_SIZES
+            | {
+                # llama.cpp's converter drops rows of tokens that the tokenizer lacks, and its loader then refuses them.
+                "vocab_size": NUM_TOKENS,
+                "num_hidden_layers": 6,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 3,
+                "hidden_size_per_layer_input": 32,
+                "vocab_size_per_layer_input": NUM_TOKENS,
+                "global_head_dim": 64,
+                "sliding_window": 16,
+                "final_logit_softcapping": 30.0,
+            }
+        ),
         "qwen3_next": WitnessShape(fields=_SIZES | _GATED_DELTA | _ALL_OF_FOUR),
         "glm4_moe": WitnessShape(fields=_SIZES | _ROUTED | {"first_k_dense_replace": 1}),
         "deepseek_v3": WitnessShape(

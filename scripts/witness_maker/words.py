@@ -19,6 +19,7 @@ WORDS = tuple(f"{SPACE}{first}{second}" for first, second in product(ascii_lower
 END_OF_TEXT = "<|endoftext|>"
 # llama.cpp's converter looks up the other tokens by name.
 SPECIALS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", "[gMASK]", "<|user|>", "<|observation|>")
+NUM_TOKENS = len(WORDS) + len(ascii_lowercase) + 256 + len(SPECIALS)
 VOCAB_SIZE = 1024
 """Rows of the embedding: more than the tokenizer has tokens."""
 

@@ -84,7 +84,7 @@ ASSISTANT = AssistantParts(
         "llama.cpp": (
             EngineSupport(
                 True,
-                "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "
+                "cp TRUNK/tokenizer*.json {path} && python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "
                 "llama-server -m TRUNK.gguf -md assistant.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
             ),
             ("gemma4",),
