@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from mtp_train.head_kinds import find_head_kind, head_kind_names
+from mtp_train.head_kinds import find_head_kind, head_kind_names, head_kinds
 from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
 
 AUTO: Any = "auto"
@@ -222,7 +222,13 @@ class HeadSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         kind = find_head_kind(self.kind)
-        if self.init not in kind.starts:
+        if not kind.starts:
+            trained = ", ".join(one.name for one in head_kinds() if one.starts)
+            yield (
+                f"kind: {self.kind!r}, which can be decoded with and not trained; expected one of {trained}. Write one "
+                "of these, or give the drafter to generate, evaluate or compare by --head."
+            )
+        elif self.init not in kind.starts:
             yield (
                 f"init: {self.init!r} with head.kind: {self.kind}; expected {' or '.join(kind.starts)}. Write "
                 f"head.init: {kind.starts[0]}."

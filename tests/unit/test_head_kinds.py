@@ -17,7 +17,7 @@ def recipe_with(**overrides: object) -> Recipe:
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant\."
+        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant, dflash\."
     ):
         recipe_with(head__kind="toy")
 
