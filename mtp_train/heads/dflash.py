@@ -44,6 +44,7 @@ class DFlashModule(Block):
 class DFlashHead(Head):
     """A DFlash drafter as a head, with layers as its own config describes them."""
 
+    teacher_forced = False
     chaining = "recursive"
 
     def __init__(
