@@ -38,7 +38,8 @@ def _sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any
     layers, count = _layers_read(config), trunk.num_hidden_layers
     return {
         **{name: (config.get(name), getattr(trunk, name)) for name in ("hidden_size", "vocab_size")},
-        "num_target_layers": (config.get("num_target_layers") or count, count),
+        "num_target_layers": (config.get("num_target_layers", count), count),
+        "mask_token_id": (config["mask_token_id"], min(config["mask_token_id"], trunk.vocab_size - 1)),
         # The output of the last layer is not read: implementations differ in whether it is normed.
         "the list of layers whose input it reads": (layers, tuple(layer for layer in layers if layer < count)),
     }
