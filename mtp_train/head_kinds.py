@@ -3,7 +3,8 @@
 The recipe validates names against it. A kind is one file in ``mtp_train/families/kinds/``, or another package's
 (:func:`register_kind`), with its :class:`~mtp_train.families.kinds.kind.KindParts`.
 
-EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774); the assistant is Gemma 4's.
+EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774), DFlash (arXiv:2602.06036); the
+assistant is Gemma 4's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class HeadKind:
         drafting: ``module:name`` of the function from a head, and the tokens that it may draft (int, shape (R,)) where
             these are not all, to the decoder's ``Drafting``.
         has_file: Whether the head is stored in a checkpoint of its own, a draft model, and not in its trunk's.
-        starts: The values of ``head.init`` that it can start from.
+        starts: The values of ``head.init`` that it can start from; empty if it is decoded with, and not trained.
         has_output: Whether it always has an output matrix of its own, so that no draft vocabulary can be chosen for it.
         apart: Whether its depths can be trained independently (``objective.unroll: fastmtp``).
         parallel: Whether every depth has a module of its own, without attention, that reads the trunk's state alone.
@@ -80,6 +81,15 @@ _KINDS = {
             starts=("graft",),
             has_output=True,
             apart=False,
+        ),
+        HeadKind(
+            "dflash",
+            "DFlash",
+            f"{_PARTS}.dflash:DFLASH",
+            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
+            starts=(),
+            apart=False,
+            deepest=15,
         ),
     )
 }

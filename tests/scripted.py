@@ -31,6 +31,7 @@ DRAFTING: dict[str, Callable[[Trunk], Drafting]] = {
 }
 """Ways to draft up to 3 tokens for a trunk."""
 PlainTexts = Mapping[tuple[int, ...], Sequence[int]]
+TextsAndDrafts = list[tuple[list[int], list[int]]]
 
 
 def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -235,6 +236,19 @@ class BatchRun:
         lengths = [len(tokens) for tokens in self.tokens]
         start = lengths[0] - 1 if len(set(lengths)) == 1 else None
         return RoundPlan(depth, max(lengths) + depth, max(self.pending), start)
+
+
+def drafted_in_rounds(trunk: Trunk, drafting: Drafting, texts: PlainTexts, depths: Sequence[int]) -> TextsAndDrafts:
+    """Run rounds of every outcome; return the texts before those with drafts, and what a drafter drafted after each."""
+    script = ScriptedDrafting(texts, (0, max(depths), 1, 2), drafting)
+    run = BatchRun(trunk, script, list(texts), depth=max(depths))
+    seen: TextsAndDrafts = []
+    for depth in depths:
+        before = [list(tokens) for tokens in run.tokens]
+        run.run_round(depth)
+        if depth:
+            seen += zip(before, script.real_drafts[-1].tolist(), strict=True)
+    return seen
 
 
 def greedy_chooser(num_rows: int) -> Chooser:

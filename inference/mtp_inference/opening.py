@@ -1,7 +1,7 @@
 """Open a checkpoint and a drafter for it: check the files first, then load the weights.
 
 A drafter is named by a string: ``own`` (the checkpoint's own MTP head), a head directory, a checkpoint that contains a
-head, a draft model with an EAGLE or Medusa head, an assistant model, or ``ngram`` (prompt lookup).
+head, a draft model with an EAGLE or Medusa head, an assistant model, a DFlash drafter, or ``ngram`` (prompt lookup).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mtp_inference.cache.recurrent import most_undecided
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
@@ -76,9 +77,13 @@ class OpenModel:
 
     @property
     def deepest(self) -> int:
-        """Largest number of drafts per round: a head that chains its modules has one module for each depth."""
-        most = None if self.plan is None else deepest(self.plan)
-        return self.most_drafts if most is None else min(most, self.most_drafts)
+        """Largest number of drafts per round of this very head on this trunk.
+
+        A head that chains its modules has one module for each depth, and recurrent layers undo few tokens.
+        """
+        of_head, of_trunk = None if self.plan is None else deepest(self.plan), most_undecided(self.family)
+        limits = [self.most_drafts, of_head, None if of_trunk is None else of_trunk - 1]
+        return min(most for most in limits if most is not None)
 
     @property
     def image_ids(self) -> frozenset[int]:

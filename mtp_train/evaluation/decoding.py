@@ -224,7 +224,7 @@ def _dense(
             for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")
         }
         for name, head in arms.drafting.items()
-        if isinstance(head, TrainedDrafting)
+        if isinstance(head, TrainedDrafting) and head.head.teacher_forced
     }
 
 

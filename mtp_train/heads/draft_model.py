@@ -63,7 +63,8 @@ class DraftModel:
     def config(self) -> Mapping[str, Any]:
         """The config, with the nested config of the layer merged into the top level."""
         config = self.checkpoint.config
-        return {**raw_text_config(config), **config, **(config.get("transformer_layer_config") or {})}
+        nested = [config.get(name) or {} for name in ("transformer_layer_config", self.format.nested)]
+        return {**raw_text_config(config), **config, **nested[0], **nested[1]}
 
     @property
     def stand_in(self) -> Family:

@@ -25,6 +25,9 @@ class Head(nn.Module):
     """The trunk's layers whose input the head reads; empty where it reads the last hidden state."""
     reads_keys = False
     """Whether the head attends to the trunk's keys and values, see ``Ends.show_to``."""
+    teacher_forced = True
+    """Whether :meth:`unroll` is implemented. If not, the head is decoded with only, and reports have no teacher-forced
+    metrics of it."""
 
     @abstractmethod
     def unroll(

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from mtp_train.head_kinds import find_head_kind, head_kind_names
+from mtp_train.head_kinds import find_head_kind, head_kind_names, head_kinds
 from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
 
 AUTO: Any = "auto"
@@ -202,7 +202,8 @@ class HeadSection(RecipeSection):
     checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
     `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
     one residual block per depth, each of which reads the trunk's last hidden state only. `assistant`: Gemma 4's
-    drafter, which attends to the trunk's keys and values; it is retrained from an existing one."""
+    drafter, which attends to the trunk's keys and values; it is retrained from an existing one. `dflash`: a block
+    drafter, which can be decoded with and not trained."""
     init: InitKind = "graft"
     """The initial weights. `native`: the head in `model.trunk`. `graft`: the head in `model.head_from`.
     `copy_last_layer`: a new head whose decoder layer is a copy of the trunk's last layer. `random`: a new head with
@@ -222,7 +223,13 @@ class HeadSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         kind = find_head_kind(self.kind)
-        if self.init not in kind.starts:
+        if not kind.starts:
+            trained = ", ".join(one.name for one in head_kinds() if one.starts)
+            yield (
+                f"kind: {self.kind!r}, which can be decoded with and not trained; expected one of {trained}. Write one "
+                "of these, or give the drafter to generate, evaluate or compare by --head."
+            )
+        elif self.init not in kind.starts:
             yield (
                 f"init: {self.init!r} with head.kind: {self.kind}; expected {' or '.join(kind.starts)}. Write "
                 f"head.init: {kind.starts[0]}."

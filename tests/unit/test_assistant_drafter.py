@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Sequence
@@ -35,8 +34,8 @@ from mtp_train.heads import assistant as assistant_module
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
-from plain_decoding import hidden_after, plain_greedy
-from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
+from plain_decoding import hidden_after
+from scripted import BatchRun, RandomDrafting, TextsAndDrafts, drafted_in_rounds, plain_texts, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
@@ -117,9 +116,9 @@ def test_rejected_drafts_leave_no_trace_in_the_trunks_keys(variant: str) -> None
 
 
 @functools.cache
-def plain(name: str) -> list[list[int]]:
+def plain(name: str) -> dict[tuple[int, ...], list[int]]:
     """Return the plain texts, as long as seven rounds and what they draft beyond."""
-    return [plain_greedy(pair(name).trunk, prompt, 32, ()) for prompt in prompts()]
+    return plain_texts(pair(name).trunk, prompts(), 32)
 
 
 @pytest.mark.parametrize(("depth", "max_batch"), [(1, 2), (2, 1), (3, 2)])
@@ -127,23 +126,13 @@ def plain(name: str) -> list[list[int]]:
 def test_the_text_is_the_trunks(depth: int, max_batch: int, name: str) -> None:
     decoder = SpeculativeDecoder(pair(name).trunk, pair(name).drafting(), depth, (), max_batch=max_batch)
     results = decoder.generate(prompts(LENGTHS[:3]), max_new_tokens=20)
-    for text, result in zip(plain(name), results, strict=False):
+    for text, result in zip(plain(name).values(), results, strict=False):
         assert list(result.token_ids) == text[:20]
         assert result.num_draft_tokens == depth * result.num_drafts > 0
 
 
-def rounds(name: str, depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
-    """Run rounds of every outcome; return the texts before those with drafts, and what each was drafted."""
-    texts = {tuple(prompt): text for prompt, text in zip(prompts(), plain(name), strict=True)}
-    script = ScriptedDrafting(texts, (0, 3, 1, 2), pair(name).drafting())
-    run = BatchRun(pair(name).trunk, script, prompts(), depth=3)
-    seen = []
-    for depth in depths:
-        before = copy.deepcopy(run.tokens)
-        run.run_round(depth)
-        if depth:
-            seen += list(zip(before, script.real_drafts[-1].tolist(), strict=True))
-    return seen
+def rounds(name: str, depths: Sequence[int] = (3,) * 7) -> TextsAndDrafts:
+    return drafted_in_rounds(pair(name).trunk, pair(name).drafting(), plain(name), depths)
 
 
 @needs_witness

@@ -15,11 +15,13 @@ def recipe_with(**overrides: object) -> Recipe:
     return tiny_recipe(Path("anywhere"), Path("anywhere"), **{"head__init": "random", **overrides})
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_a_kind_that_is_unknown_or_not_trained_is_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant\."
+        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant, dflash\."
     ):
         recipe_with(head__kind="toy")
+    with pytest.raises(RecipeError, match=r"kind: 'dflash', which can be decoded with and not trained"):
+        recipe_with(head__kind="dflash")
 
 
 def test_parallel_modules_are_one_for_each_depth() -> None:

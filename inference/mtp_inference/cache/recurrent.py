@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, heads_first
+from mtp_inference.cache.delta import MAX_WINDOW, DeltaWindow, delta_token, delta_window, heads_first
 from mtp_inference.cache.rows import PlacedState, RowState, places_from
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
@@ -107,6 +107,12 @@ def window_conv(
 
 _CONV = "causal_conv1d_fn"
 """The causal convolution with its activation, over several tokens, in every model's Python module."""
+
+
+def most_undecided(family: Family) -> int | None:
+    """Return the largest number of tokens of a window that a trunk's recurrent layers can undo; None for no limit."""
+    kernels = family.trunk.recurrent
+    return None if kernels is None or kernels.rule == "mamba2" else MAX_WINDOW
 
 
 @contextmanager

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.recurrent import most_undecided
 from mtp_inference.cache.rows import RowState, places_from
 from mtp_inference.requests import MAX_DEPTH, require_depth
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.head import Head
 from mtp_train.trunk.load import Trunk
 
@@ -79,6 +81,12 @@ class Drafting(Protocol):
     def check(self, trunk: Trunk, depth: int) -> None:
         """Raise an MtpError if ``depth`` tokens cannot be drafted for this trunk."""
         require_depth(depth, self.deepest)
+        most = most_undecided(trunk.family)
+        if most is not None and depth >= most:
+            raise UnsupportedModelError(
+                f"depth: {depth} with a trunk of {trunk.family.title}; expected at most {most - 1}, as its recurrent "
+                f"layers can undo {most} tokens. Use depth {most - 1}."
+            )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         """Return a drafter for a batch, whose trunk writes ``cache``."""

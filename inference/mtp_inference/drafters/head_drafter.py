@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,9 @@ class _HeadDrafter(Drafter):
     """Base of drafters with an MTP head."""
 
     trunk: Trunk
-    head: MtpHead
-    """The head; its dtype may differ from the trunk's."""
+    head: Any
+    """An ``MtpHead``, or a head of another class with the methods that the drafter calls; its dtype may differ from the
+    trunk's."""
     logits: LogitsFn
     """Function from the head's states (B, 1, D) to logits (B, 1, V)."""
     size: BatchSize
@@ -159,7 +161,7 @@ class _CachedDrafter(_HeadDrafter):
         return stores[self.head.module_index(depth)]
 
 
-class _TextDrafter(_CachedDrafter):
+class TextDrafter(_CachedDrafter):
     """Base of drafters whose modules all read the committed text like the first module does.
 
     Rows of committed text only have to write their keys and values.
@@ -186,7 +188,7 @@ class _TextDrafter(_CachedDrafter):
             self._run_text(depth, hidden_RTD, tokens_RT, window)
 
 
-class RecursiveDrafter(_TextDrafter):
+class RecursiveDrafter(TextDrafter):
     """Draft every depth with the head's single module.
 
     The last pending row gives depth 1. Depth k + 1 is one more row: the output state of depth k, its drafted token, and
@@ -212,7 +214,7 @@ class RecursiveDrafter(_TextDrafter):
         return choice.result()
 
 
-class ChainedDraftsDrafter(_TextDrafter):
+class ChainedDraftsDrafter(TextDrafter):
     """Draft depth k with module k, where every module reads committed text like the first; only drafted rows chain.
 
     With the last pending row at position s, module k also runs the rows s+1 to s+k-1. Row s+j reads draft j and the

@@ -66,6 +66,8 @@ class DraftFormat:
     """The layers' config, the number of modules, the trunk's raw text config and the number of tokens that may be
     drafted (None for all) to the ``config.json`` for engines, without architectures, dtype and vocab_size. None: the
     config is that of the checkpoint that the head started from."""
+    nested: str = "transformer_layer_config"
+    """Further field whose fields are read like those of the top level, as speculators' ``transformer_layer_config``."""
     trunk_size: str = "hidden_size"
     """Field of the draft model's config with the hidden size of its trunk."""
     sizes: Callable[[RawConfig, PretrainedConfig], Mapping[str, tuple[Any, Any]]] = _sizes
@@ -124,6 +126,14 @@ class KindParts:
     def described(self, family: Family, config: RawConfig) -> Family:
         """Return the record of a head whose layer is the one that the config of its own file describes."""
         return family
+
+    def most_drafts(self, config: RawConfig) -> int | None:
+        """Return the largest number of drafts a round by the config of a draft model; None if it sets no limit."""
+        return None
+
+    def details(self, config: RawConfig) -> str:
+        """Return what ``inspect`` adds to the title of a draft model, beginning with a comma; empty for nothing."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -491,8 +491,9 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
     if of_trunk is None:
         serves = dict.fromkeys(parts.engines(""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
-        serves = engine_commands(draft.family(of_trunk).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
-    if draft.borrows_output:
+        depth = parts.most_drafts(draft.config) or SUGGESTED_DEPTH
+        serves = engine_commands(draft.family(of_trunk).serving, str(draft.checkpoint.path), depth)
+    if draft.borrows_output and draft.format.is_in_gguf:
         serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}
         if draft.config.get("draft_vocab_size") is not None:
             serves |= {"sglang": "no: uses the trunk's lm_head only without draft_vocab_size in config.json"}
@@ -504,7 +505,8 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         serves=serves,
         problems=() if problem is None else (problem,),
         unsupported=draft.unsupported,
-        note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}",
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}"
+        f"{parts.details(draft.config) if diagnosis.complete else ''}",
     )
 
 

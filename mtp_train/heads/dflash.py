@@ -1,0 +1,119 @@
+"""Run a DFlash drafter: a block of tokens whose attention reads keys computed from the trunk's states.
+
+The states of several trunk layers, projected to one vector for each committed token, give the keys and values of these
+tokens in every layer. The block, the last committed token and mask tokens after it, runs through the layers once. Its
+row j gives the logits of draft j.
+
+Shapes: B rows, T tokens, N trunk layers that are read, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families import Convention, Family
+from mtp_train.families.kinds.kind import Block
+from mtp_train.heads.attention import HEAD_ATTENTION
+from mtp_train.heads.head import Head
+from mtp_train.heads.step import KeysWritten
+from mtp_train.upstream.transformers_private import CACHE, set_attention
+
+
+class DFlashModule(Block):
+    """The projection of the trunk's states, the layers and the last norm."""
+
+    def __init__(self, family: Family, config: PretrainedConfig, num_states: int) -> None:
+        super().__init__()
+        classes, width = family.classes, config.hidden_size
+        self.fc = nn.Linear(num_states * width, width, bias=False)
+        self.hidden_norm = classes.make_norm(config)
+        self.layers = nn.ModuleList(classes.make_layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = classes.make_norm(config)
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return the input of the keys and values: (B, T, N * D) to (B, T, D)."""
+        return self.hidden_norm(self.fc(trunk_BTD))
+
+
+class DFlashHead(Head):
+    """A DFlash drafter as a head, with layers as its own config describes them."""
+
+    teacher_forced = False
+    chaining = "recursive"
+
+    def __init__(
+        self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.convention = convention
+        self.config: Any = family.classes.config(text_config, num_modules)
+        set_attention(self.config, HEAD_ATTENTION)
+        self.trunk_layers = family.wiring.trunk_layers(text_config)
+        self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
+        self.rotary = family.classes.cls("Qwen3RotaryEmbedding")(config=self.config)
+        self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
+
+    @property
+    def module(self) -> DFlashModule:
+        return cast(DFlashModule, self.blocks[0])
+
+    @property
+    def state_width(self) -> int:
+        """The width D of the states that :meth:`read` returns."""
+        return int(self.config.hidden_size)
+
+    def module_index(self, depth: int) -> int:
+        """Return 0: the layers of the one module have caches of equal shape, and its first stands for all."""
+        return 0
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return the input of :meth:`write_keys` from the concatenated states of the trunk's layers."""
+        return self.module.read(trunk_BTD)
+
+    def write_keys(self, context_BTD: Tensor, positions_BT: Tensor, cache: Cache) -> None:
+        """Write the keys and values of committed tokens in every layer.
+
+        Args:
+            context_BTD: The result of :meth:`read`.
+            cache: A cache in keys-only mode, which raises ``KeysWritten``.
+        """
+        rotation = self.rotary(context_BTD, positions_BT)
+        for layer in self.module.layers:
+            with suppress(KeysWritten):
+                cast(Any, layer).self_attn(
+                    context_BTD, position_embeddings=rotation, attention_mask=None, **{CACHE: cache}
+                )
+
+    def denoise(self, embed_BTD: Tensor, positions_BT: Tensor, mask_B1TS: Tensor, cache: Cache) -> Tensor:
+        """Return the states for the logits, (B, T, D), of the embeddings of whole blocks.
+
+        Args:
+            mask_B1TS: bool, True where a query attends to a key.
+        """
+        rotation, hidden_BTD = self.rotary(embed_BTD, positions_BT), embed_BTD
+        for layer in self.module.layers:
+            hidden_BTD = layer(
+                hidden_BTD,
+                position_embeddings=rotation,
+                attention_mask=mask_B1TS,
+                position_ids=positions_BT,
+                **{CACHE: cache},
+            )
+        return self.module.norm(hidden_BTD)
+
+    def project(self, depth: int, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.module.project(state, shared)
+
+    def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{self.family.title}: cannot be trained here; expected a head of another kind. Decode with it instead."
+        )
+
+    unroll = own_lm_heads = freeze_unused = _refuse
