@@ -206,6 +206,8 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
             name = f"{words.format(norm.removesuffix('_final_norm'))} final norm"
             changed: Any = {field: norm}
             conventions[name] = replace(ours, **changed)
+    # Of equal conventions the first name stays.
+    names = {one: name for name, one in reversed(conventions.items())}
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,
@@ -214,7 +216,7 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
         before = partial(_shifted, sign, ("embed_norm.weight", "hidden_norm.weight"))
         forms[f"with the norms before its projection {word} one"] = before
         forms[f"with all its norms {word} one"] = partial(_shifted, sign, ("norm.weight",))
-    return {name: partial(_wired, one) for name, one in conventions.items()} | forms
+    return {name: partial(_wired, one) for one, name in names.items()} | forms
 
 
 def _wired(convention: Convention, head: MtpHead) -> MtpHead:
@@ -224,7 +226,9 @@ def _wired(convention: Convention, head: MtpHead) -> MtpHead:
 
 def _with_halves_swapped(head: MtpHead) -> MtpHead:
     for name, parameter in head.named_parameters():
-        if name.endswith(".proj.weight") and ".layer." not in name:
+        # The attention of EAGLE-3 reads the two halves.
+        reads_both = head.trunk_layers and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        if reads_both or (name.endswith(".proj.weight") and ".layer." not in name):
             parameter.data = parameter.data.roll(parameter.shape[1] // 2, dims=1)
     return head
 
