@@ -202,7 +202,8 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     }
     other = {"after_final_norm": "before_final_norm", "before_final_norm": "after_final_norm"}
     for field, words in (("hidden", "reading the hidden state {} the"), ("recycle", "recycling its state {} its")):
-        if norm := other.get(getattr(ours, field)):
+        # Residual streams and their mixture have other widths.
+        if (norm := other.get(getattr(ours, field))) and head.family.trunk.streams is None:
             name = f"{words.format(norm.removesuffix('_final_norm'))} final norm"
             changed: Any = {field: norm}
             conventions[name] = replace(ours, **changed)
@@ -226,9 +227,7 @@ def _wired(convention: Convention, head: MtpHead) -> MtpHead:
 
 def _with_halves_swapped(head: MtpHead) -> MtpHead:
     for name, parameter in head.named_parameters():
-        # The attention of EAGLE-3 reads the two halves.
-        reads_both = head.trunk_layers and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-        if reads_both or (name.endswith(".proj.weight") and ".layer." not in name):
+        if name.endswith(".proj.weight") and ".layer." not in name:
             parameter.data = parameter.data.roll(parameter.shape[1] // 2, dims=1)
     return head
 

@@ -28,14 +28,12 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import load_arm_trunk, local_device
 from mtp_train.evaluation.dense import wirings
 from mtp_train.families import Convention
-from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.display import Shown, quiet_progress
 from mtp_train.train.teacher_forced import many_rows
 from mtp_train.trunk.ends import draft_logits
 from mtp_train.trunk.load import Trunk
 
-Change = Callable[[MtpHead], MtpHead]
 OURS, UNDECIDED, NONE = "as ours", "undecided", "none of the known"
 MOST_ROUNDS, FITS = 64, 0.99
 """The most rounds that are compared, and the share of equal drafts from which a wiring reproduces an engine's."""
@@ -78,8 +76,10 @@ class DraftsResult(Shown):
     """The wirings that reproduce the drafts."""
 
     def _title(self) -> str:
-        figures = f"of {self.drafts} drafts of {self.rounds} rounds, {self.equal[OURS]:.1%} are as ours"
-        return f"{self.verdict}: {figures}; reproduced: {' / '.join(self.fits)}"
+        return (
+            f"{self.verdict}: of {self.drafts} drafts of {self.rounds} rounds, {self.equal[OURS]:.1%} are as ours; "
+            f"reproduced: {' / '.join(self.fits)}"
+        )
 
 
 def probe_drafts(
@@ -104,7 +104,7 @@ def probe_drafts(
     """
     model = open_model(str(checkpoint), OWN if head is None else str(head))
     family = model.family
-    rounds = read_drafts(Path(drafts), family.vocab_size(text_config_of(model.checkpoint)))
+    rounds = read_drafts(Path(drafts), int(model.checkpoint.text_config["vocab_size"]))
     # Both states can be read from the one before the final norm.
     default = replace(family.wiring.default, hidden="before_final_norm")
     family = replace(family, wiring=replace(family.wiring, default=default))
@@ -138,7 +138,7 @@ def read_drafts(path: Path, vocab_size: int) -> list[DraftedRound]:
         found = str(error.strerror)
     except ValidationError as invalid:
         wrong = invalid.errors()[0]
-        where, found = f"{where}, {'.'.join(map(str, wrong['loc']))}", wrong["msg"]
+        where, found = f"{where}, {'.'.join(map(str, wrong['loc'] or ['JSON']))}", wrong["msg"]
     raise DataError(
         f'{where}: {found}; expected a round in every line, {{"token_ids": [1, 2], "drafts": [3]}}. Write the file as '
         "recipes/acceptance.md shows."
@@ -182,7 +182,7 @@ def _compare(
     return found
 
 
-def _changes(trunk: Trunk, head: MtpHead) -> dict[str, Change]:
+def _changes(trunk: Trunk, head: MtpHead) -> dict[str, Callable[[MtpHead], MtpHead]]:
     """Return the known wirings, each as a change of a copy of the head; some change nothing in some heads."""
     values: dict[str, Any] = {
         "reading the state of one token earlier": (
@@ -206,8 +206,12 @@ def _changes(trunk: Trunk, head: MtpHead) -> dict[str, Change]:
     if head.rotary is not None:
         for name, wrong in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
             config = deepcopy(head.rotary.config)
-            config.rope_parameters[name] = wrong
-            values[f"with {name} {wrong:g}"] = ("rotary", type(head.rotary)(config, trunk.lm_head_VD.device))
+            given = config.rope_parameters
+            # Factors and sections of channels would be too few for more of them.
+            if given.get("mrope_interleaved", not given.keys() & {"mrope_section", "short_factor"}):
+                given[name] = wrong
+                rotary = type(head.rotary)(config=config).to(trunk.lm_head_VD.device)
+                values[f"with {name} {wrong:g}"] = ("rotary", rotary)
     forms = {name: partial(_with, *change) for name, change in values.items()}
     return {OURS: lambda head: head, **wirings(head), **forms}
 
