@@ -146,6 +146,6 @@ def test_a_malformed_line_is_refused_by_its_number_and_field(
     assert refusal(["probe", checkpoint, "--drafts", file], capfd).partition("drafts.jsonl, ")[2].startswith(found)
 
 
-@pytest.mark.parametrize("options", [["--from", "b", "--drafts", "f"], ["--from", "b", "--head", "h"], []])
+@pytest.mark.parametrize("options", [["--from", "b", "--drafts", "f"], ["--head", "h"], []])
 def test_the_options_of_the_two_probes_do_not_mix(options: list[str], capfd: Capture) -> None:
     assert "or --drafts FILE with --head" in refusal(["probe", "m", *options], capfd)
