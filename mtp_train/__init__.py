@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from mtp_train.runs.decode import compare as compare
     from mtp_train.runs.decode import evaluate as evaluate
     from mtp_train.runs.decode import generate as generate
+    from mtp_train.runs.engine_drafts import DraftsResult as DraftsResult
+    from mtp_train.runs.engine_drafts import probe_drafts as probe_drafts
     from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
     from mtp_train.runs.pipeline import RunResult as RunResult
     from mtp_train.runs.pipeline import open_report as open_report
@@ -78,6 +80,7 @@ _NAMES_BY_MODULE = {
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.write": ("WriteResult", "export", "graft", "merge"),
     "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
+    "runs.engine_drafts": ("DraftsResult", "probe_drafts"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "runs.write_recipe": ("write_recipe",),

@@ -257,8 +257,12 @@ def _add_runs(commands: Any) -> None:
 
     _add_recipe(commands, "regenerate", "only generate the trunk's answers to the recipe's prompts")
 
-    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help")
-    _add_pair(probe)
+    probe = add_command(
+        commands, "probe", "find out in minutes whether a rescue will help, or how an engine wires a head", _probe
+    )
+    _add_pair(probe, required=False)
+    probe.add_argument("--drafts", type=Path, metavar="FILE", help="in place of --from: drafts of an engine")
+    probe.add_argument("--head", help="with --drafts: the head that made them (default: the checkpoint's own)")
     probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
@@ -268,9 +272,9 @@ def _add_runs(commands: Any) -> None:
     _add_data(rescue)
 
 
-def _add_pair(command: argparse.ArgumentParser) -> None:
+def _add_pair(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     command.add_argument("fine_tune", metavar="finetune", help="a checkpoint, or a peft adapter of the base")
-    command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
+    command.add_argument("--from", dest="base", required=required, metavar="BASE", help="its base, with the head")
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
@@ -306,6 +310,18 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}; expected 1 or more")
     return number
+
+
+def _probe(args: argparse.Namespace) -> Any:
+    wrong = [args.base, args.out, *args.data, *args.overrides] if args.drafts else [args.head]
+    if any(wrong) or not (args.drafts or args.base):
+        raise mtp.DataError(
+            "probe: its options are of two probes; expected --from BASE with --data, --out and --set, or --drafts FILE "
+            "with --head. Leave the others out."
+        )
+    if args.drafts:
+        args.command, args.checkpoint = "probe_drafts", args.fine_tune
+    return call(args)
 
 
 def _run_recipe(args: argparse.Namespace) -> Printed:

@@ -202,10 +202,13 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     }
     other = {"after_final_norm": "before_final_norm", "before_final_norm": "after_final_norm"}
     for field, words in (("hidden", "reading the hidden state {} the"), ("recycle", "recycling its state {} its")):
-        if norm := other.get(getattr(ours, field)):
+        # Residual streams and their mixture have other widths.
+        if (norm := other.get(getattr(ours, field))) and head.family.trunk.streams is None:
             name = f"{words.format(norm.removesuffix('_final_norm'))} final norm"
             changed: Any = {field: norm}
             conventions[name] = replace(ours, **changed)
+    # Of equal conventions the first name stays.
+    names = {one: name for name, one in reversed(conventions.items())}
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,
@@ -214,7 +217,7 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
         before = partial(_shifted, sign, ("embed_norm.weight", "hidden_norm.weight"))
         forms[f"with the norms before its projection {word} one"] = before
         forms[f"with all its norms {word} one"] = partial(_shifted, sign, ("norm.weight",))
-    return {name: partial(_wired, one) for name, one in conventions.items()} | forms
+    return {name: partial(_wired, one) for one, name in names.items()} | forms
 
 
 def _wired(convention: Convention, head: MtpHead) -> MtpHead:
