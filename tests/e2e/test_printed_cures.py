@@ -100,6 +100,8 @@ NOT_PASTED = {
     "mtp_train NAME.": _PLACES,
     "To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR.": _PLACES,
     "Name it beside its trunk: 'mtp-train evaluate TRUNK --head {} --out evaluation'.": _PLACES,
+    "Write one of these, or give the drafter to generate, evaluate or compare by --head.": "names options, see "
+    "unit/test_head_kinds.py",
     "Pass it to generate as --head, and to rescue as --from.": "names options, see e2e/test_assistant_run.py",
     "mtp-train evaluate {}{} --out {}": _LATE,
     "Add --endpoint URL.": _LATE,
