@@ -80,7 +80,7 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
     problems = problems_of(
         recipe_file,
         "train.lr=fast",
-        "head.num_depths=9",
+        "head.num_depths=0",
         "train.sav_steps=5",
         "model.offload=cpu",
         "data.pack.x=1",
