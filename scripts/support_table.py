@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import FAMILIES, Family, of_kind
+from mtp_train.families.kinds.assistant import GEMMA4
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "recipes" / "families.md"
@@ -44,8 +45,9 @@ def witnessed() -> set[tuple[str, str]]:
     found = set()
     for path in RECORDS.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        # Records of EAGLE and Medusa heads do not count for the family's own MTP head.
-        of_the_family = "tokens" in record["compared"] and "draft_model" not in record
+        # Records of EAGLE and Medusa heads do not count for the family's own MTP head or assistant.
+        kind = record.get("draft_model", {}).get("kind", "mtp")
+        of_the_family = "tokens" in record["compared"] and kind in ("mtp", "assistant")
         # Without a negative control that changed the result, equal output is no evidence.
         is_evidence = record["verdict"] in ("equal", "explained") and record["controls"]["changed"] > 0
         if is_evidence and of_the_family:
@@ -67,7 +69,9 @@ def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
 def table() -> str:
     """Return the table and the sentence below it, in Markdown."""
     runs = witnessed()
-    rows = (row(family, runs) for family in FAMILIES if not family.attached)
+    rows = [row(family, runs) for family in FAMILIES if not family.attached]
+    # transformers decodes with an assistant, and not by ``use_mtp``.
+    rows.append([*row(of_kind(GEMMA4, "assistant"), runs)[:-1], "no"])
     return f"{markdown(HEADER, rows)}\n\n{attached()}"
 
 
