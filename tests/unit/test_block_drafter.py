@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModel, GenerationConfig
 
 from assistants import randomise
@@ -84,12 +86,15 @@ def stock_drafts(model: Any, text: Sequence[int], output: Any) -> list[int]:
     target, ids = TRUNK.causal_lm, torch.tensor([text])
     ends = target.get_input_embeddings(), output or target.lm_head
     generator = DFlashTokenCandidateGenerator(model, *ends, GenerationConfig(max_length=1000))
-    places = {"position_ids": torch.arange(len(text))[None], "attention_mask": None}
+    places = {"position_ids": torch.arange(len(text))[None], "attention_mask": torch.ones_like(ids)}
     read = target(ids[:, :-1], output_hidden_states=True)
     candidates, _ = generator.get_candidates(ids, places, read, is_first_iteration=False, n_last_matches=0)
     return candidates[0, len(text) :].tolist()
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="the generator of transformers 5.17 drafts otherwise"
+)
 @pytest.mark.parametrize(("fields", "output"), [(AUTHORS, None), (SPECULATORS, OUTPUT)])
 @pytest.mark.parametrize(("block_size", "depths"), [(4, (3,) * 4), (16, (15,) * 4), (16, (3, 0, 0, 2))])
 def test_drafts_are_those_of_transformers(
