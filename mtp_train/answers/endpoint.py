@@ -252,11 +252,8 @@ class Endpoint:
         }
 
     def counters(self) -> Counters | None:
-        """Return the current counters of the server; None where it exposes none, or gets several requests at a time.
-
-        Counters are of all requests together, and tell prompts apart only one by one.
-        """
-        text = self.look("/metrics") if self.concurrency == 1 and self.served_with in COUNTING else None
+        """Return the current counters of the server, which are of all its requests together; None without any."""
+        text = self.look("/metrics") if self.served_with in COUNTING else None
         return read_counters(text or "") or None
 
     def look(self, path: str) -> str | None:

@@ -225,6 +225,7 @@ def add_command(
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 RULES = ("greedy", "argmax", "sampled")
+_KEY = "the environment variable with the server's key"
 _DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
 
 
@@ -386,15 +387,17 @@ def _add_decoding(commands: Any) -> None:
     _add_grid(evaluate.add_argument)
     compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _measure)
     arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
-    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
-    arms += "each: servers of one trunk, or NAME=DIR of finished evaluations of servers; the second of two is judged "
-    arms += "against the first (exit code 3: not better)"
+    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL: "
+    arms += "servers of one trunk, or NAME=DIR of finished evaluations of servers; the second of two is judged against "
+    arms += "the first (exit code 3: not better)"
     compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
     written = "writes the prompts for servers (default: the first server's files)"
     compare.add_argument("--tokenizer", metavar="CKPT", help=written)
     judges = "a run without a gate, whose baseline and export two evaluations measured: record the verdict in it"
     compare.add_argument("--judges", metavar="RUN", help=judges)
-    _add_server(compare.add_argument)
+    compare.add_argument("--api-key-env", metavar="VAR", help=_KEY)
+    loads = "requests to a server at a time; several numbers measure it at each, as NAME@N (default: 1)"
+    compare.add_argument("--concurrency", nargs="+", type=int, default=[1], metavar="N", help=loads)
     _add_grid(compare.add_argument)
 
 
@@ -429,7 +432,8 @@ def _add_evaluate(add: Any) -> None:
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
     add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
-    _add_server(add)
+    add("--api-key-env", metavar="VAR", help=_KEY)
+    add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
     add(
         "--request-timeout",
         type=float,
@@ -439,11 +443,6 @@ def _add_evaluate(add: Any) -> None:
         help="longest wait for it to send a part of a response (default: 3600)",
     )
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
-
-
-def _add_server(add: Any) -> None:
-    add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
-    add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
 def _add_grid(add: Any) -> None:

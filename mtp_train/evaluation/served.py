@@ -1,7 +1,7 @@
 """Measure a served model as an arm: send the same prompts to a running server, and read its counts.
 
 Counts of drafts are in the responses, or are the increase of the server's counters. Those are of all its requests
-together, so that they need one request at a time.
+together, so that the counts of single prompts need one request at a time.
 """
 
 from __future__ import annotations
@@ -116,10 +116,12 @@ class _Asked(NamedTuple):
     """Prompts without a response, and why."""
     seconds: float
     """Wall time of all requests."""
+    counted: SpecCounts | None
+    """The increase of the server's counters over all requests; None where it has none."""
 
     @property
     def drafts(self) -> SpecCounts | None:
-        """The drafts of all prompts; None where the server does not count them."""
+        """The drafts of all prompts, added up; None where those of single prompts are not known."""
         told = [one.told for one in self.records if one.told is not None]
         return reduce(SpecCounts.__add__, told, SpecCounts()) if len(told) == len(self.records) else None
 
@@ -257,10 +259,14 @@ def measure_endpoint(
 
 def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
     """Return a cell with the server's throughput, and without the figures that it does not report."""
+    counted = None
     if cell.task == ALL_TASKS:
-        cell = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds)
+        cell, counted = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds), asked.counted
     if drafts is None:
-        return replace(cell, head=url, tau=None, rounds=None)
+        if counted is None or not counted.rounds:
+            return replace(cell, head=url, tau=None, rounds=None)
+        mean = 1 + counted.accepted_tokens / counted.rounds
+        return replace(cell, head=url, tau=mean, rounds=counted.rounds, accepted_tokens=counted.accepted_tokens)
     if asked.drafts is not None and asked.drafts.accepted_per_pos is None:
         return replace(cell, marginal=None, marginal_ci95=None, conditional=None)
     return cell
@@ -287,17 +293,20 @@ def _ask_all(
     grid: EvaluationGrid,
     tick: Callable[[], None],
 ) -> _Asked:
-    """Send every prompt at one temperature, and read the server's counters after each where it has some."""
+    """Send every prompt at one temperature, and read the server's counters where it has some.
+
+    They are read after each prompt where these are sent one at a time, else after the last.
+    """
     requests = [_request(prompt, temperature, grid) for prompt in prompts]
     found: dict[int, ServedRecord | Refusal] = {}
-    counters, generated, started = endpoint.counters(), 0, time.perf_counter()
+    first, started = endpoint.counters(), time.perf_counter()
+    counters = first
     for number, answer in endpoint.answers(requests, endpoint.ask):
         gained = None
-        if counters is not None:
+        if counters is not None and endpoint.concurrency == 1:
             # The next request is sent after this.
             own = 0 if isinstance(answer, Refusal) else _num_tokens(answer)
-            counters, tokens, gained = _gained(endpoint, counters, own)
-            generated += tokens
+            counters, _, gained = _gained(endpoint, counters, own)
         found[number] = answer if isinstance(answer, Refusal) else _record(prompts[number], answer, gained)
         tick()
     seconds = time.perf_counter() - started
@@ -310,7 +319,9 @@ def _ask_all(
             f"{temperature:g} ({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log, and "
             "that its context length fits the prompts."
         )
-    own = sum(one.num_tokens for one in records)
+    own, generated, counted = sum(one.num_tokens for one in records), 0, None
+    if first is not None:
+        _, generated, counted = _gained(endpoint, first, own)
     # The number of tokens generated for a failed request is unknown.
     if not failed and generated > (1.0 + MAX_FOREIGN_SHARE) * own:
         raise DataError(
@@ -318,7 +329,7 @@ def _ask_all(
             f"({len(records)} prompts); expected no other client, as its counters do not separate requests. Measure "
             "while it is idle."
         )
-    return _Asked(records=records, failed=failed, seconds=seconds)
+    return _Asked(records, failed, seconds, counted)
 
 
 def _num_tokens(response: Response) -> int:
@@ -368,15 +379,15 @@ def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | 
     warnings = [f"{len(failures)} requests failed, {one['prompt']} first: {one['reason']}." for one in failures[:1]]
     if drafts is None:
         warnings.append(
-            "Acceptance is unknown: the server does not count its drafts, or all requests' together (vLLM), which need "
-            "--concurrency 1. Counts come from vLLM, SGLang and llama-server."
+            "Acceptance by prompt is unknown: the server does not count its drafts, or all requests' together (vLLM): "
+            "those give tau, and no interval, above --concurrency 1. Counts come from vLLM, SGLang and llama-server."
         )
     return {
         "url": endpoint.url,
         "server": endpoint.served_with or None,
         "model": endpoint.model,
         "drafts": drafts,
-        "counts": "responses" if endpoint.counters() is None else "counters",
+        "counts": "responses" if endpoint.concurrency > 1 or endpoint.counters() is None else "counters",
         "concurrency": endpoint.concurrency,
         "failures": failures,
         "answers": None,

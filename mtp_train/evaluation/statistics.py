@@ -259,6 +259,11 @@ def assemble(
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
     served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
+    loads = [
+        [one for one in served if one.document["concurrency"] == load]
+        for load in dict.fromkeys(one["concurrency"] for one in documents.values())
+    ]
+    judged = loads[0] if loads else []
     cells = [cell for arm in found.arms for cell in make_cells(arm)]
     at_headline = [one for one in cells if one.task == ALL_TASKS and one.setting in (headline, headline.plain)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
@@ -266,8 +271,8 @@ def assemble(
         title=title,
         arms={cell.arm: cell.result for cell in (*at_headline, *(one.cells[0] for one in served))},
         cells=(*cells, *(cell for one in served for cell in one.cells)),
-        comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
-        gate=_gate(found.rule, *served) if len(served) == 2 else None,
+        comparisons=() if title is None else compare_arms(drafted, [[one.arm for one in alike] for alike in loads]),
+        gate=_gate(found.rule, *judged) if len(judged) == 2 else None,
         lossless=lossless(found.arms),
         settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
@@ -318,13 +323,22 @@ def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
     return len(texts.items() & others.items()) / len(both) if both else 1.0
 
 
-def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = ()) -> tuple[ArmComparison, ...]:
+def compare_arms(
+    arms: Sequence[MeasuredArm], servers: Sequence[Sequence[MeasuredArm]] = ()
+) -> tuple[ArmComparison, ...]:
     """Return every pair of arms at every common setting with drafts, all tasks first, then each task.
 
-    Arms are compared on the prompts that both decoded; servers with servers.
+    Arms are compared on the prompts that both decoded.
+
+    Args:
+        arms: Arms that were decoded here.
+        servers: Servers that got as many requests at a time, for each such number. These are compared with each other,
+            and those of the first number with ``arms`` too.
     """
     pairs = [(*pair, pair[0].trunk == pair[1].trunk) for pair in combinations(arms, 2)]
-    pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in combinations(servers, 2)]
+    served = [pair for alike in servers for pair in combinations(alike, 2)]
+    served += [(one, server) for one in arms for server in (servers[0] if servers else ())]
+    pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in served]
     found = [row for first, second, same in pairs for row in _compare(first, second, same)]
     differs: dict[ArmComparison, bool] = {}
     # Holm's correction, separately for all tasks together and for single tasks.

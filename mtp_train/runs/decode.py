@@ -280,7 +280,7 @@ def compare(
     grid: EvaluationGrid | None = None,
     tokenizer: str | Path | None = None,
     api_key_env: str | None = None,
-    concurrency: int = 1,
+    concurrency: int | Sequence[int] = 1,
     judges: str | Path | None = None,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
@@ -290,15 +290,16 @@ def compare(
     Args:
         arms: For each arm ``[NAME=]TRUNK[+HEAD]`` or ``[NAME=]RUN``: a checkpoint with its own head, a trunk and what
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
-            Or ``NAME=http://host:port`` for every arm: servers of one trunk that run at the same time, or in place of
-            an address the directory of a finished evaluation of a server, with the same settings. Of two, the gate's
-            rule judges the second against the first (``report.gate``).
+            Or ``NAME=http://host:port``: servers of one trunk that run at the same time, or in place of an address the
+            directory of a finished evaluation of a server, with the same settings. Of two, the gate's rule judges the
+            second against the first (``report.gate``).
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
-        tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
-            they are on this machine.
+        tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for that of the first other arm, else
+            for the files of the first server, where they are on this machine.
         api_key_env: Environment variable with the key of the servers.
-        concurrency: Requests to each server at a time.
+        concurrency: Requests to each server at a time. Several numbers measure it at each, as arms ``NAME@N``; a
+            verdict is of the first.
         judges: A run without a gate whose baseline and export two evaluations measured, in this order. The verdict, by
             the ``gate`` of its recipe, is recorded in its outcome, its report and the card of its export.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
@@ -312,8 +313,10 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer), api_key_env, concurrency)
-    specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
+    loads = [concurrency] if isinstance(concurrency, int) else [*concurrency]
+    elsewhere = [one for one in map(str, arms) if _is_served(one.partition("=")[2])]
+    specs = [parse_arm(one) for one in map(str, arms) if one not in elsewhere]
+    servers = served_arms(elsewhere, None if tokenizer is None else str(tokenizer), api_key_env, loads, specs)
     subjects = specs if judges is None else [subject_arm(str(judges), None, None)]
     recipe = None if judges is None else RunDirectory(Path(judges)).recipe
     rule = DEFAULT_RULE if recipe is None else GateRule(recipe.gate.confidence, recipe.gate.break_even_tau)
@@ -324,37 +327,47 @@ def compare(
     return replace(found, report=record_verdict(Path(judges), found.report, Path(out), evaluation))
 
 
-def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
-    """Return the servers that arms name; none where the arms are checkpoints."""
-    is_default = (tokenizer, api_key_env, concurrency) == (None, None, 1)
-    urls = dict(arm.split("=", 1) for arm in arms if _is_served(arm.partition("=")[2]))
-    if is_default and not urls and not any("://" in arm for arm in arms):
-        return []
-    if len(urls) != len(arms):
+def served_arms(
+    arms: Sequence[str],
+    tokenizer: str | None,
+    api_key_env: str | None,
+    loads: Sequence[int],
+    specs: Sequence[ArmSpec],
+) -> list[Server]:
+    """Return the servers that arms name, at each number of requests, beside the arms that are decoded here."""
+    urls = dict(one.split("=", 1) for one in arms)
+    nameless = [one.trunk for one in specs if "://" in one.trunk]
+    unused = not arms and (tokenizer, api_key_env, [*loads]) != (None, None, [1])
+    if nameless or unused or len(urls) != len(arms) or not all(map(_is_measured, urls.values())):
         raise DataError(
-            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, or NAME=DIR of "
-            "a finished evaluation of one, under different names. To compare a checkpoint with its server, use "
-            "mtp-train evaluate CKPT --endpoint URL --out DIR."
+            f"arms: {', '.join([*arms, *nameless]) or 'no servers'}; expected NAME=http://host:port for a server, or "
+            "NAME=DIR of a finished evaluation of one, under different names; --tokenizer, --api-key-env and "
+            "--concurrency are for servers. Correct it."
         )
     servers = [
         Server(
-            name=name,
+            name=name if len(loads) == 1 else f"{name}@{load}",
             url=url,
-            checkpoint=tokenizer or "",
+            checkpoint=tokenizer or (specs[0].trunk if specs else ""),
             api_key_env=api_key_env,
-            concurrency=concurrency,
+            concurrency=load,
             request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
         )
+        for load in loads
         for name, url in urls.items()
     ]
-    place = tokenizer or served_checkpoint(servers[0])
-    return [replace(one, checkpoint=place) for one in servers]
+    return [one if one.checkpoint else replace(one, checkpoint=served_checkpoint(servers[0])) for one in servers]
 
 
 def _is_served(place: str) -> bool:
-    """Return whether an arm is a server: an address, or the directory of a finished evaluation."""
+    """Return whether an arm is a server: an address, or the directory of an evaluation."""
+    return "://" in place or (Path(place) / STUDY_FILE).is_file()
+
+
+def _is_measured(place: str) -> bool:
+    """Return whether the directory of an evaluation is one of a server that is finished; True for an address."""
     study, report = Path(place) / STUDY_FILE, Path(place) / REPORT_FILE
-    return "://" in place or (study.is_file() and report.is_file() and bool(read_json(study)["server"]))
+    return "://" in place or (report.is_file() and bool(read_json(study)["server"]))
 
 
 def _measure(

@@ -98,7 +98,6 @@ NOT_PASTED = {
     "Run 'pip install {}'.": _PACKAGE,
     "Run a recipe by its name: mtp-train run NAME, or on several processes accelerate launch --config_file PATH -m "
     "mtp_train NAME.": _PLACES,
-    "To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL --out DIR.": _PLACES,
     "Name it beside its trunk: 'mtp-train evaluate TRUNK --head {} --out evaluation'.": _PLACES,
     "Write one of these, or give the drafter to generate, evaluate or compare by --head.": "names options, see "
     "unit/test_head_kinds.py",

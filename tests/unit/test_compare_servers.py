@@ -100,6 +100,28 @@ def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any
     assert {(one.first, one.second) for one in report.comparisons} == {("a", "b"), ("a", "c"), ("b", "c")}
 
 
+def test_servers_are_measured_at_several_loads_and_the_first_decides(compare: Callable[..., Any], out: Path) -> None:
+    code, _ = compare(llama(0), llama(2), more=("--concurrency", "1", "4"))
+    report = load_report(out / "report.json")
+    names = ["stale@1", "retrained@1", "stale@4", "retrained@4"]
+    assert (code, list(report.arms), report.gate.baseline) == (0, names, "stale@1")
+    assert [report.endpoint[one]["concurrency"] for one in names] == [1, 1, 4, 4]
+    assert {(one.first, one.second) for one in report.comparisons} == {tuple(names[:2]), tuple(names[2:])}
+    assert all((one.tokens_per_second or 0.0) > 0.0 for one in report.arms.values())
+
+
+def test_a_server_is_compared_with_arms_that_are_decoded_here(
+    compare: Callable[..., Any], out: Path, capfd: Capture
+) -> None:
+    code, printed = compare(llama(2), names=("engine",), more=("here=demo:finetune+ngram",))
+    report = load_report(out / "report.json")
+    assert (code, report.gate, list(report.arms)) == (0, None, ["none", "here", "engine"])
+    compared = {(one.first, one.second, one.same_trunk) for one in report.comparisons}
+    # The server's answers are a fixed text.
+    assert compared == {("here", "engine", False)}
+    assert "engine: The responses at temperature 0 are not the trunk's" in printed.err
+
+
 @pytest.mark.parametrize(
     ("replies", "more", "told"),
     [
@@ -108,10 +130,10 @@ def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any
             (),
             "arm retrained: no drafts, .* Start llama-server with --spec-type draft-mtp",
         ),
-        ((llama(0), llama(2)), ("demo:finetune",), "expected NAME=http://host:port for each"),
+        ((llama(0), llama(2)), ("http://127.0.0.1:1",), "expected NAME=http://host:port for a server"),
         ((llama(0), llama(2)), ("stale=http://127.0.0.1:1",), "under different names"),
     ],
-    ids=["no head", "a checkpoint among them", "one name twice"],
+    ids=["no head", "no name", "one name twice"],
 )
 def test_what_the_gate_cannot_judge_is_an_error(
     compare: Callable[..., Any], out: Path, replies: tuple[ReplyFn, ...], more: tuple[str, ...], told: str

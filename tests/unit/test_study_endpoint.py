@@ -133,7 +133,7 @@ def test_figures_are_those_of_the_same_decoder_in_this_process(
     assert (found.cells[0].tau or 0.0) > 1.5
 
 
-def test_counters_of_requests_side_by_side_tell_no_acceptance(
+def test_counters_of_requests_side_by_side_tell_the_acceptance_of_all(
     trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
 ) -> None:
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
@@ -142,10 +142,12 @@ def test_counters_of_requests_side_by_side_tell_no_acceptance(
     document, cell = found.document, found.cells[0]
     assert (document["server"], document["drafts"], document["counts"]) == ("vllm", None, "responses")
     assert document["model"] == "trunk"
-    assert ["need --concurrency 1" in one for one in document["warnings"]] == [True]
+    assert ["no interval, above --concurrency 1" in one for one in document["warnings"]] == [True]
     assert cell.new_tokens == sum(len(result.token_ids) for result in server.results[1:])
     assert (cell.prompts, (cell.tokens_per_second or 0.0) > 0.0) == (len(PROMPTS), True)
-    assert (cell.tau, cell.rounds) == (None, None)
+    own = in_process(trunk, drafting, eos_ids)[0]
+    assert (cell.tau, cell.rounds, cell.accepted_tokens) == (own.tau, own.rounds, own.accepted_tokens)
+    assert (cell.tau_ci95, [one.tau for one in found.cells[1:]]) == (None, [None, None])
 
 
 def test_no_prompt_is_found_in_a_cache(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
