@@ -1,12 +1,13 @@
 """Read records from local files or a dataset of the hub.
 
-JSON and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and does not
-tell which file a paragraph is from. Everything else goes through the builders of ``datasets``. :func:`load_records`
+JSON, CSV and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and does
+not tell which file a paragraph is from. Everything else goes through the builders of ``datasets``. :func:`load_records`
 returns checked records, :func:`load_rows` plain rows.
 """
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
 import logging
@@ -51,6 +52,7 @@ UNREADABLE = (
     EOFError,
     RuntimeError,
     zlib.error,
+    csv.Error,
     lzma.LZMAError,
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -58,9 +60,9 @@ UNREADABLE = (
 )
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
-KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
+KNOWN_FILES = "a .json, .jsonl, .csv, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 TEXT_BLOCK_CHARS = 1 << 20
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_response": ("prompt", "response"),
@@ -102,9 +104,9 @@ def load_records(
     """Read one source.
 
     Args:
-        path: A local .json, .jsonl, .parquet or .txt file (its paragraphs, separated by blank lines, are the records),
-            plain or compressed; a directory or a glob of files of one kind; a directory that ``save_to_disk`` of
-            ``datasets`` wrote; or the id of a dataset on the hub.
+        path: A local .json, .jsonl, .csv, .parquet or .txt file (its paragraphs, separated by blank lines, are the
+            records), plain or compressed; a directory or a glob of files of one kind; a directory that
+            ``save_to_disk`` of ``datasets`` wrote; or the id of a dataset on the hub.
         config: The configuration of a dataset on the hub, or of a directory that defines some.
         split: A split of the dataset, slices allowed (``train[:1000]``). A local file has one split, ``train``; in a
             directory the file names define the splits.
@@ -274,7 +276,7 @@ class _Source(NamedTuple):
     def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
         """Return the files of each split if they are read here, else None.
 
-        These are local text files, and JSON files, local or of the hub, whose rows are not in a ``field`` of an object.
+        These are local text and CSV files, and JSON files, local or of the hub, without a ``field`` that has the rows.
         """
         files, place = self.files, self.place
         if files is not None and (is_saved(place) or BUILDERS[_suffix(files[0])] == "parquet"):
@@ -296,7 +298,7 @@ class _Source(NamedTuple):
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
-        """Return the column names and the rows of JSON or text files, every row with all columns."""
+        """Return the column names and the rows of files that are read here, every row with all columns."""
 
         def every(name: str) -> list[OwnedRow]:
             return [pair for file in by_split[name] for pair in _rows_of(file)]
@@ -328,12 +330,15 @@ class _BadLineError(ValueError):
 
 
 def _rows_of(file: str) -> Iterator[OwnedRow]:
-    """Yield the rows of a JSON or text file: of JSON lines, of one JSON document, or the paragraphs of a text."""
+    """Yield the rows of a file: of JSON lines, of one JSON document or of a CSV table, or the paragraphs of a text."""
     if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
     # Bytes that are not UTF-8 are reported with their line, see require_utf8.
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        if BUILDERS.get(_suffix(Path(file))) == "text":
+        kind = BUILDERS.get(_suffix(Path(file)))
+        if kind == "csv":
+            yield from ((row, None) for row in _cells(stream))
+        elif kind == "text":
             opening = ""
             for text in _paragraphs(stream):
                 opening = opening or text
@@ -351,6 +356,18 @@ def _paragraphs(stream: TextIO) -> Iterator[str]:
         yield from (text for text in whole if text.strip("\n"))
     if rest.strip("\n"):
         yield rest
+
+
+def _cells(stream: TextIO) -> Iterator[Row]:
+    """Yield the rows of a CSV table under the names of its first line; an empty cell is none."""
+    # A document may be longer than the limit that the module starts with.
+    csv.field_size_limit(TEXT_BLOCK_CHARS << 10)
+    table = csv.DictReader(stream, strict=True)
+    for row in table:
+        if None in row or None in row.values():
+            raise ValueError(f"line {table.line_num}: more or fewer cells than the first line names")
+        require_utf8("".join(row.values()))
+        yield {name: cell or None for name, cell in row.items()}
 
 
 def _objects(stream: TextIO, file: str) -> Iterator[Row]:

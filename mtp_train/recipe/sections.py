@@ -252,8 +252,8 @@ class SourceSpec(RecipeSection):
     """One source of training records."""
 
     path: Text
-    """A .json, .jsonl, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of files of
-    one type, a directory that `save_to_disk` of `datasets` wrote, the hub id of a dataset, or `demo:NAME`."""
+    """A .json, .jsonl, .csv, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of
+    files of one type, a directory that `save_to_disk` of `datasets` wrote, the hub id of a dataset, or `demo:NAME`."""
     config: Text | None = None
     """The configuration of a hub dataset; null takes its default configuration."""
     split: Text = "train"

@@ -113,6 +113,29 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
     assert {file.suffix for file in files} == {".json", ".arrow"}
 
 
+def test_the_cells_of_a_table_stay_text(tmp_path: Path) -> None:
+    """A number, a date, a line break, a quote, an empty cell and a cell longer than csv's own limit."""
+    table, long = tmp_path / "a.csv", "word " * 40_000
+    table.write_text(f'\ufeffprompt,response\n007,2024-01-02\n"say ""hi""\nnow",\nwhy,{long}\n', encoding="utf-8")
+    expected = [PromptResponse("007", "2024-01-02"), PromptResponse('say "hi"\nnow'), PromptResponse("why", long)]
+    assert contents(table) == expected
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("prompt,response\na,b\nc,d,e", "line 3: more or fewer cells"),
+        ("prompt,response\na", "line 2"),
+        ('prompt\n"a"b', "cannot be"),
+    ],
+)
+def test_a_broken_table_is_named(tmp_path: Path, lines: str, told: str) -> None:
+    (tmp_path / "a.csv").write_text(lines)
+    with pytest.raises(DataError, match=f"a.csv.*{told}"):
+        contents(tmp_path / "a.csv")
+
+
 @pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
 def test_compressed_files_are_read(tmp_path: Path, suffix: str, module: Any) -> None:
     (tmp_path / f"a.jsonl{suffix}").write_bytes(module.compress(b'{"text": "one"}\n{"text": "two"}\n'))
@@ -288,9 +311,9 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         load_records(str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"no such file; expected a \.json"):
         load_records(str(tmp_path))
-    (tmp_path / "a.csv").write_text("text\na\n")
-    with pytest.raises(DataError, match=r"a\.csv: a file of an unknown kind; expected a \.json"):
-        load_records(str(tmp_path / "a.csv"))
+    (tmp_path / "a.tsv").write_text("text\na\n")
+    with pytest.raises(DataError, match=r"a\.tsv: a file of an unknown kind; expected a \.json"):
+        load_records(str(tmp_path / "a.tsv"))
 
 
 @pytest.mark.parametrize(("file", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.txt", "")])
