@@ -402,8 +402,8 @@ def check(
         recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
         overrides: Dotted field to value, as for :func:`run`.
         processes: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
-        device: What each of them will run on, to plan for another machine: ``"h100"``, ``"h200"``, ``"a100"``,
-            ``"l40s"``, ``"rtx4090"``, ``"mi300x"``, or the memory of a GPU, ``"24GiB"``. None for this one's.
+        device: What each of them will run on, to plan for another machine: ``"h100"`` or another of
+            ``mtp_train.train.machine.MEMORY_GIB``, or the memory of a GPU, ``"24GiB"``. None for this one's.
 
     Raises:
         RecipeError: The recipe is wrong; the message lists all problems.

@@ -30,25 +30,26 @@ class Device(NamedTuple):
         return f"{self.name} ({self.memory_bytes / GIB:.3g} GiB)" if "GiB" not in self.name else f"a GPU of {self.name}"
 
 
-MEMORY_GIB = {"h100": 79, "h200": 139, "a100": 79, "l40s": 44, "rtx4090": 23, "mi300x": 191}
+MEMORY_GIB = {"h100": 79, "h200": 139, "b200": 178, "a100": 79, "l40s": 44, "rtx4090": 23, "rtx5090": 31, "mi300x": 191}
 """Memory of GPUs by name, as torch reports it, rounded down."""
 
 
 def device_named(name: str | None) -> Device:
-    """Return a GPU of the table or of a given memory, ``24GiB``, or for None the device that this process would use.
+    """Return a GPU of the table or of a memory, ``24GiB`` or ``16GB``, or for None the device of this process.
 
     Raises:
         DataError: The name is neither in the table nor an amount of memory.
     """
     if name is not None:
-        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?gib", name.lower())
-        gib = MEMORY_GIB.get(name.lower()) if size is None else float(size[1])
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(gi?b)", name.lower())
+        unit = 1.0 if size is None or size[2] == "gib" else 1e9 / GIB
+        gib = MEMORY_GIB.get(name.lower()) if size is None else float(size[1]) * unit
         if not gib:
             raise DataError(
                 f"--device: {name!r}; expected one of {', '.join(MEMORY_GIB)}, or the memory of a GPU, as "
                 "--device 24GiB. Correct it."
             )
-        return Device(name.lower() if size is None else f"{gib:g} GiB", "cuda", int(gib * GIB))
+        return Device(name.lower() if size is None else f"{gib:.4g} GiB", "cuda", int(gib * GIB))
     kind = _device_type()
     if kind != "cuda":
         return Device("this machine", kind, main_memory_bytes())

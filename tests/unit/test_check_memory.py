@@ -171,3 +171,9 @@ def test_a_gpu_of_the_table_gives_the_plan_that_the_gpu_itself_gives(monkeypatch
         properties = SimpleNamespace(total_memory=int(reported * 2**30))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda properties=properties: properties)
         assert device_named(None)[1:] == device_named("h100")[1:]
+
+
+def test_a_gpu_is_named_by_its_memory_in_either_unit() -> None:
+    assert device_named("24GiB").memory_bytes == 24 * 2**30
+    assert device_named("16GB").memory_bytes == pytest.approx(16e9, abs=10)
+    assert str(device_named("16 gb")) == "a GPU of 14.9 GiB"
