@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mtp_train.runs.decode import EvaluationResult as EvaluationResult
     from mtp_train.runs.decode import GenerateResult as GenerateResult
     from mtp_train.runs.decode import compare as compare
+    from mtp_train.runs.decode import converse as converse
     from mtp_train.runs.decode import evaluate as evaluate
     from mtp_train.runs.decode import generate as generate
     from mtp_train.runs.engine_drafts import DraftsResult as DraftsResult
@@ -79,7 +80,7 @@ _NAMES_BY_MODULE = {
     "runs.check": ("CheckResult", "check"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.write": ("WriteResult", "export", "graft", "merge"),
-    "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
+    "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "converse", "evaluate", "generate"),
     "runs.engine_drafts": ("DraftsResult", "probe_drafts"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),

@@ -148,10 +148,16 @@ class Chunk:
     index: int
     token_ids: tuple[int, ...]
     """New token ids, in order; empty only if the text had ended before."""
-    text: str
-    """Text that lags behind the tokens while a character is incomplete. Empty without a tokenizer."""
+    pieces: tuple[tuple[str, bool], ...] = ()
+    """The text in pieces, and whether each is of an accepted draft. It lags behind the tokens while a character is
+    incomplete: the piece is that of its last token. Empty without a tokenizer."""
     result: GenerationResult | None = None
     """The complete result, in the last chunk of a request."""
+
+    @property
+    def text(self) -> str:
+        """The text of the pieces."""
+        return "".join(piece for piece, _ in self.pieces)
 
 
 def require_depth(depth: int, deepest: int) -> None:

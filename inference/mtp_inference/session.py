@@ -68,21 +68,24 @@ class Lane:
         return self.request.max_new_tokens - len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> Chunk:
-        """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
+        """Add committed tokens up to the end of the text; return them, and the result if the text has ended.
+
+        The last of ``tokens`` is the trunk's own, those before it are accepted drafts.
+        """
         added: list[int] = []
-        text = ""
-        for token in tokens:
+        pieces: list[tuple[str, bool]] = []
+        for place, token in enumerate(tokens, start=1):
             added.append(token)
             self.tokens.append(token)
-            if self.text_stream is not None:
-                text += self.text_stream.push(token)
+            if self.text_stream is not None and (piece := self.text_stream.push(token)):
+                pieces.append((piece, place < len(tokens)))
             self.is_done = token in self.stops or self.tokens_left <= 0
             if self.is_done:
                 break
-        if self.is_done and self.text_stream is not None:
-            text += self.text_stream.finish()
+        if self.is_done and self.text_stream is not None and (piece := self.text_stream.finish()):
+            pieces.append((piece, False))
         result = self._result() if self.is_done else None
-        return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
+        return Chunk(index=self.index, token_ids=tuple(added), pieces=tuple(pieces), result=result)
 
     def _result(self) -> GenerationResult:
         request = self.request

@@ -12,12 +12,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.progress import Progress
 
 import mtp_train as mtp
 from mtp_train.errors import printable
@@ -62,6 +63,9 @@ def _run(arguments: list[str]) -> int:
         arguments[0], [recipe.name for recipe in mtp.recipes().recipes], n=1, cutoff=0.8
     ):
         arguments.insert(0, "run")
+    names = [*EXAMPLES]
+    if arguments[0] not in names and (near := difflib.get_close_matches(arguments[0], names, n=1)):
+        parser.error(f"no command {arguments[0]!r}; did you mean {near[0]}?")
     args = parse(parser, arguments)
     quieten_libraries(verbose=args.verbose)
     try:
@@ -225,6 +229,9 @@ def add_command(
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 RULES = ("greedy", "argmax", "sampled")
+DRAFT_STYLE = "\x1b[4;32m", "\x1b[0m"
+"""Control sequences of a terminal around an accepted draft: green and underlined."""
+BASE = "--base", "--from"
 _KEY = "the environment variable with the server's key"
 _DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
 
@@ -251,7 +258,7 @@ def _add_runs(commands: Any) -> None:
     init = add_command(commands, "init", "write a recipe for a model")
     init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
     init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
-    init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
+    init.add_argument(*BASE, metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
     _add_data(init)
     init.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
     _add_device(init)
@@ -275,7 +282,7 @@ def _add_runs(commands: Any) -> None:
 
 def _add_pair(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     command.add_argument("fine_tune", metavar="finetune", help="a checkpoint, or a peft adapter of the base")
-    command.add_argument("--from", dest="base", required=required, metavar="BASE", help="its base, with the head")
+    command.add_argument(*BASE, required=required, metavar="BASE", help="its base, with the head")
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
@@ -283,7 +290,8 @@ def _add_device(command: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--device",
         metavar="NAME",
-        help="plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)",
+        help="plan for h100, h200, b200, a100, l40s, rtx4090, rtx5090 or mi300x, or a GPU of 24GiB (default: this "
+        "machine's)",
     )
     device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
@@ -348,11 +356,11 @@ def _check(args: argparse.Namespace) -> Printed:
 def _add_checkpoints(commands: Any) -> None:
     inspected = add_command(commands, "inspect", "report the state of a checkpoint's head")
     inspected.add_argument("checkpoint")
-    inspected.add_argument("--base", help="the checkpoint it was fine-tuned from")
+    inspected.add_argument(*BASE, metavar="BASE", help="the checkpoint it was fine-tuned from")
 
     graft = add_command(commands, "graft", "put the base's head back on a fine-tune")
     graft.add_argument("fine_tune", metavar="finetune")
-    graft.add_argument("--from", dest="base", required=True, metavar="BASE")
+    graft.add_argument(*BASE, required=True, metavar="BASE", help="the checkpoint it was fine-tuned from")
     graft.add_argument("--head", choices=KINDS, help="its storage in a GGUF file (default: q8_0, or as BASE has it)")
     _add_output(graft)
 
@@ -405,11 +413,13 @@ def _add_generate(add: Any) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
-    add("--prompt", dest="prompts", action="append", required=True, metavar="TEXT", help="may be given several times")
+    several = "may be given several times; with --chat and none, the lines of stdin are the turns of a conversation"
+    add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help=several)
     add("--chat", action="store_true", help="put the prompt through the chat template")
+    add("--show-drafts", action="store_true", help="underline the accepted drafts of a single text")
     _add_variables(add)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
-    add("--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding")
+    add("--depth", type=int, default=3, metavar="K", help="drafts per round, as far as the head can; 0 is none")
     add("--mtp", choices=("on", "off", "auto"), default="on", help="off is plain decoding; auto drafts what pays")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="0 is off")
@@ -510,21 +520,47 @@ def _context(text: str) -> int | None:
 def _generate(args: argparse.Namespace) -> Printed:
     from mtp_inference import Sampling
 
+    if not (args.prompts or args.chat):
+        raise mtp.DataError("--prompt: missing; expected a text, or --chat for a conversation. Add --prompt 'TEXT'.")
     sampling = Sampling(**of_fields(args, Sampling))
     streams = not (args.json or len(args.prompts) > 1)
     with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
 
-        def show(text: str) -> None:
+        def show(text: str, is_draft: bool) -> None:
             # A live bar would draw over the text, and print what goes to stdout line by line itself.
             progress.stop()
-            print(printable(text), end="", flush=True)
+            before, after = DRAFT_STYLE if is_draft and args.show_drafts else ("", "")
+            print(f"{before}{printable(text)}{after}", end="", flush=True)
 
-        done = call(args, sampling=sampling, on_text=show if streams else None, progress=progress)
+        given = {"sampling": sampling, "on_text": show if streams else None, "progress": progress}
+        if not args.prompts:
+            return _converse(args, given)
+        done = call(args, **given)
     if streams:
         print(flush=True)
     if not args.json:
         print(done.summary, file=sys.stderr)
     return Printed(done.to_json(), "" if streams else str(done))
+
+
+def _converse(args: argparse.Namespace, given: dict[str, Any]) -> Printed:
+    """Answer the lines of stdin, each after the last one's answer, and print how each was decoded."""
+    args.command, answers = "converse", list[Any]()
+    for done in call(args, turns=_turns(given["progress"]), **given):
+        if not args.json:
+            print(flush=True)
+            print(done.summary, file=sys.stderr)
+        answers += done.to_json()["requests"]
+    return Printed({"requests": answers}, "")
+
+
+def _turns(progress: Progress) -> Iterator[str]:
+    """Yield the lines of stdin that have text, until it ends."""
+    progress.stop()
+    with contextlib.suppress(EOFError):
+        while True:
+            if turn := input("> " if sys.stdin.isatty() else "").strip():
+                yield turn
 
 
 def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:

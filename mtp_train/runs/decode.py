@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.tokenizer import load_tokenizer, require_variables
+from mtp_train.checkpoints.tokenizer import chat_prompt_tokens, load_tokenizer, require_variables
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
@@ -78,6 +79,10 @@ class GenerateResult(Shown):
         return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
 
 
+OnText = Callable[[str, bool], None]
+"""Called with a piece of text, and whether it is of an accepted draft."""
+
+
 def generate(
     checkpoint: str | Path,
     prompts: str | Sequence[str],
@@ -91,7 +96,7 @@ def generate(
     mtp: MtpMode = "on",
     sampling: Sampling | None = None,
     draft_sampling: DraftSampling = "sampled",
-    on_text: Callable[[str], None] | None = None,
+    on_text: OnText | None = None,
     progress: Progress | None = None,
 ) -> GenerateResult:
     """Decode prompts together with a checkpoint's speculative decoder. The text equals plain decoding.
@@ -106,11 +111,12 @@ def generate(
         chat: Put each prompt through the chat template as a user's message.
         chat_template_kwargs: With ``chat``, variables for the template: ``{"enable_thinking": False}``.
         max_new_tokens: Limit per prompt, at least 1.
-        depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
+        depth: Draft tokens per round, 0 to 7 (a block drafter's: one less than its block); 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
         sampling: Temperature, top-k, top-p, min-p and seed; None is greedy. Prompt i has seed + i.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
-        on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
+        on_text: Called with the text of a single prompt piece by piece, as it becomes certain, and whether the piece is
+            of an accepted draft; not for several prompts.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
@@ -122,66 +128,134 @@ def generate(
         >>> import mtp_train as mtp
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
-    sampling, depth = sampling or Sampling(), 0 if mtp == "off" else depth
-    # Refuses numbers that are out of range before files are read.
-    asked = Request(prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth)
-    given = {
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    asked = _asked(max_new_tokens, sampling, mtp, depth)
+    given = _given(checkpoint, head, adapter, chat, chat_template_kwargs, draft_sampling)
+    opened = _Opened(asked, given, progress or quiet_progress())
+    contents = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    tokens = [opened.tokens(content, f"--prompt {number}") for number, content in enumerate(contents, start=1)]
+    return opened.decode(tokens, on_text)
+
+
+def converse(
+    checkpoint: str | Path,
+    turns: Iterable[str],
+    *,
+    head: str | Path | None = None,
+    adapter: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 128,
+    depth: int = 3,
+    mtp: MtpMode = "on",
+    sampling: Sampling | None = None,
+    draft_sampling: DraftSampling = "sampled",
+    on_text: OnText | None = None,
+    progress: Progress | None = None,
+) -> Iterator[GenerateResult]:
+    """Yield the answer to each of a user's turns in one conversation; the checkpoint is loaded once.
+
+    Args:
+        turns: The user's messages; the next one is taken after an answer. The arguments beside it are those of
+            :func:`generate`.
+    """
+    asked = _asked(max_new_tokens, sampling, mtp, depth)
+    given = _given(checkpoint, head, adapter, True, chat_template_kwargs, draft_sampling)
+    opened = _Opened(asked, given, progress or quiet_progress())
+    messages: list[dict[str, str]] = []
+    for number, turn in enumerate(turns, start=1):
+        messages.append({"role": "user", "content": turn})
+        found = opened.decode([opened.tokens(messages, f"turn {number}")], on_text)
+        messages.append({"role": "assistant", "content": found.requests[0].text})
+        yield found
+
+
+def _asked(max_new_tokens: int, sampling: Sampling | None, mtp: MtpMode, depth: int) -> Request:
+    """Return the settings of every request, before files are read: numbers that are out of range are refused."""
+    depth = 0 if mtp == "off" else depth
+    return Request(
+        prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), mtp=mtp, depth=depth
+    )
+
+
+def _given(
+    checkpoint: str | Path,
+    head: str | Path | None,
+    adapter: str | Path | None,
+    chat: bool,
+    variables: Mapping[str, Any] | None,
+    draft_sampling: DraftSampling,
+) -> dict[str, Any]:
+    """Return the other settings, which the result repeats."""
+    return {
         "checkpoint": str(checkpoint),
         "head": head and str(head),
         "adapter": adapter and str(adapter),
         "chat": chat,
-        "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        "chat_template_kwargs": dict(variables or {}),
         "draft_sampling": draft_sampling,
     }
-    return _decode(
-        asked, [prompts] if isinstance(prompts, str) else prompts, given, on_text, progress or quiet_progress()
-    )
 
 
-def _decode(
-    asked: Request,
-    texts: Sequence[str],
-    given: Mapping[str, Any],
-    on_text: Callable[[str], None] | None,
-    progress: Progress,
-) -> GenerateResult:
-    """Decode a request for each text; ``given``: the other settings, which the result repeats."""
-    depth, variables, head = asked.depth, given["chat_template_kwargs"], given["head"]
-    if variables and not given["chat"]:
-        raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
-    # Depth 0 needs no head.
-    model = open_model(given["checkpoint"], OWN if head is None and depth else head, adapter=given["adapter"])
-    require_sound([model], progress)
-    device = local_device()
-    if device.type == "cpu":
-        use_threads(model.checkpoint.text_config)
-    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
-    require_variables(tokenizer, variables, _KWARGS)
-    prompts = []
-    for number, text in enumerate(texts, start=1):
-        where = f"--prompt {number}"
-        prompts.append(prompt_tokens(tokenizer, text, chat=given["chat"], where=where, variables=variables))
-        refuse_images(prompts[-1], model.image_ids, where)
-    decoder = SpeculativeDecoder.from_open_model(
-        model, tokenizer, depth=depth or 0, device=device, draft_sampling=given["draft_sampling"]
-    )
-    results: dict[int, GenerationResult] = {}
-    for chunk in decoder.stream(prompts, asked.max_new_tokens, sampling=asked.sampling, mtp=asked.mtp):
-        if on_text is not None and chunk.text and len(prompts) == 1:
-            on_text(chunk.text)
-        if chunk.result is not None:
-            results[chunk.index] = chunk.result
-    settings = {
-        **given,
-        "max_new_tokens": asked.max_new_tokens,
-        "depth": depth,
-        "mtp": asked.mtp,
-        **asdict(asked.sampling),
-        "dtype": decoder.trunk.dtype_name,
-        "device": str(device),
-        "captured_rounds": decoder.captured_rounds,
-    }
-    return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
+class _Opened:
+    """A checkpoint and its tokenizer, and the settings of every request."""
+
+    def __init__(self, asked: Request, given: Mapping[str, Any], progress: Progress) -> None:
+        self.asked, self.given = asked, given
+        head, self.variables = given["head"], given["chat_template_kwargs"]
+        if self.variables and not given["chat"]:
+            raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
+        # Depth 0 needs no head.
+        own = OWN if head is None and asked.depth else head
+        self.model = open_model(given["checkpoint"], own, adapter=given["adapter"])
+        require_sound([self.model], progress)
+        self.device = local_device()
+        if self.device.type == "cpu":
+            use_threads(self.model.checkpoint.text_config)
+        self.tokenizer = load_tokenizer(self.model.checkpoint, trust_remote_code=False, adapter=self.model.adapter)
+        require_variables(self.tokenizer, self.variables, _KWARGS)
+
+    @cached_property
+    def decoder(self) -> SpeculativeDecoder:
+        """Loaded after the first prompts were read, which may be refused."""
+        return SpeculativeDecoder.from_open_model(
+            self.model,
+            self.tokenizer,
+            depth=self.asked.depth or 0,
+            device=self.device,
+            draft_sampling=self.given["draft_sampling"],
+        )
+
+    def tokens(self, content: str | Sequence[Mapping[str, str]], where: str) -> list[int]:
+        """Return the token ids of a raw text, or of a chat's messages."""
+        if isinstance(content, str):
+            found = prompt_tokens(self.tokenizer, content, chat=False, where=where)
+        else:
+            found = chat_prompt_tokens(self.tokenizer, content, where, self.variables)
+        refuse_images(found, self.model.image_ids, where)
+        return found
+
+    def decode(self, prompts: Sequence[Sequence[int]], on_text: OnText | None) -> GenerateResult:
+        """Decode prompts together; the pieces of a single one go to ``on_text``."""
+        decoder, asked = self.decoder, self.asked
+        show = on_text if len(prompts) == 1 else None
+        results: dict[int, GenerationResult] = {}
+        for chunk in decoder.stream(prompts, asked.max_new_tokens, sampling=asked.sampling, mtp=asked.mtp):
+            if show is not None:
+                for piece, is_draft in chunk.pieces:
+                    show(piece, is_draft)
+            if chunk.result is not None:
+                results[chunk.index] = chunk.result
+        settings = {
+            **self.given,
+            "max_new_tokens": asked.max_new_tokens,
+            "depth": asked.depth,
+            "mtp": asked.mtp,
+            **asdict(asked.sampling),
+            "dtype": decoder.trunk.dtype_name,
+            "device": str(self.device),
+            "captured_rounds": decoder.captured_rounds,
+        }
+        return GenerateResult(tuple(results[index] for index in sorted(results)), settings)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -18,7 +19,8 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from json_files import read_json, write_json
-from mtp_train.cli.main import main
+from mtp_train.checkpoints.tokenizer import chat_prompt_tokens
+from mtp_train.cli.main import DRAFT_STYLE, main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
@@ -149,6 +151,38 @@ def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
     assert re.fullmatch(rf"{re.escape(told)}\d+\.\d tokens/s\n", err)
     out, _ = printed([run_dir / "export"], PROMPTS, capfd)
     assert out == printable(f"--- prompt 1\n{first['text']}\n--- prompt 2\n{second['text']}") + "\n"
+
+
+def test_accepted_drafts_are_shown(run_dir: Path, capfd: Capture) -> None:
+    (first, _) = requests([run_dir / "export"], capfd)
+    out, _ = printed([run_dir / "export", "--show-drafts"], PROMPTS[:1], capfd)
+    before, after = DRAFT_STYLE
+    assert out.replace(before, "").replace(after, "") == f"{printable(first['text'])}\n"
+    # A byte is a token here.
+    drafted = "".join(part.partition(after)[0] for part in out.split(before)[1:])
+    assert 0 < len(drafted) <= first["num_accepted_tokens"] < len(first["text"])
+    assert before not in printed([run_dir / "export"], PROMPTS[:1], capfd)[0]
+
+
+def test_a_conversation_reads_its_turns_from_stdin(
+    run_dir: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", str(run_dir / "export"), "--chat", "--max-new-tokens", "24"]
+    alone = document([*command, "--prompt", "say 1"], capfd)["requests"][0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say 1\n\nsay 4\n"))
+    turns = document(command, capfd)["requests"]
+    assert turns[0] == alone
+    # The second turn is after the first one and its answer.
+    tokenizer = byte_tokenizer()
+    said = [("user", "say 1"), ("assistant", alone["text"]), ("user", "say 4")]
+    prompt = chat_prompt_tokens(tokenizer, [{"role": role, "content": text} for role, text in said], "")
+    trunk = load_trunk(run_dir / "export", FAMILIES[0], dtype=torch.float32)
+    assert turns[1]["token_ids"] == plain_greedy(trunk, prompt, 24, {tokenizer.eos_token_id})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say 1"))
+    assert main(command) == 0
+    shown = capfd.readouterr()
+    assert shown.out == f"{printable(alone['text'])}\n"
+    assert "tokens in" in shown.err
 
 
 class Terminal:

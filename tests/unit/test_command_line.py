@@ -25,6 +25,21 @@ def test_a_misspelt_option_is_an_error_of_its_command(capfd: Capture) -> None:
     assert "unrecognized arguments: --jsn" in said
 
 
+def test_a_misspelt_command_is_told_the_nearest(capfd: Capture) -> None:
+    for word, near in (("inspct", "did you mean inspect?"), ("xyz", "choose from")):
+        with pytest.raises(SystemExit) as ended:
+            main([word])
+        assert ended.value.code == 2
+        assert near in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["probe", "rescue", "graft", "inspect", "init"])
+def test_the_base_is_named_by_either_word(name: str) -> None:
+    words = {"init": ["a.yaml", "--trunk", "a"], "inspect": ["a"]}.get(name, ["a", "--out", "b"])
+    for option in ("--base", "--from"):
+        assert parse(build_parser(), [name, *words, option, "c"]).base == "c"
+
+
 def test_changes_to_a_recipe_may_follow_options() -> None:
     args = parse(build_parser(), ["check", "x.yaml", "seed=1", "--device", "h100", "train.lr=1", "--json"])
     assert args.overrides == ["seed=1", "train.lr=1"]
