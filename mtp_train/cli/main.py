@@ -101,8 +101,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
         unknown = [word for word in unknown if word not in changes]
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if pairs := getattr(args, "chat_template_kwargs", None):
-        args.chat_template_kwargs = dict(pairs)
+    for name in ("chat_template_kwargs", "columns"):
+        if pairs := getattr(args, name, None):
+            setattr(args, name, dict(pairs))
+    if getattr(args, "columns", None) and hasattr(args, "data"):
+        columns = json.dumps(args.columns)
+        args.overrides += [f"data.sources.{number}.columns={columns}" for number in range(max(1, len(args.data)))]
     return args
 
 
@@ -249,8 +253,9 @@ def _add_runs(commands: Any) -> None:
     _add_device(check)
     check.add_argument(
         "--show",
-        choices=("recipe",),
-        help="print the resolved recipe, with the reasons for its automatic settings, in place of the plan",
+        choices=("recipe", "data"),
+        help="in place of the plan: the resolved recipe, with the reasons for its automatic settings; or records as "
+        "the model reads them, what is trained on in «»",
     )
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package")
@@ -304,7 +309,25 @@ def _add_data(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="prompts like those that the model will serve (default: built-in ones)",
     )
+    _add_columns(command.add_argument)
     command.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
+
+
+def _add_columns(add: Any) -> None:
+    add(
+        "--columns",
+        nargs="+",
+        type=_column,
+        metavar="OURS=THEIRS",
+        help="names of columns in the data, as instruction=question output=answer",
+    )
+
+
+def _column(text: str) -> tuple[str, str]:
+    ours, _, theirs = text.partition("=")
+    if not ours or not theirs:
+        raise argparse.ArgumentTypeError(f"'{text}'; expected OURS=THEIRS")
+    return ours, theirs
 
 
 def _add_recipe(commands: Any, name: str, text: str, handler: Handler = call) -> argparse.ArgumentParser:
@@ -349,8 +372,8 @@ def _run_recipe(args: argparse.Namespace) -> Printed:
 def _check(args: argparse.Namespace) -> Printed:
     found = call(args)
     is_refused = found.room.problem is not None and args.device is not None
-    text = str(found) if args.show is None else found.resolved_yaml().rstrip()
-    return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
+    shown = {"recipe": found.resolved_yaml().rstrip(), "data": found.shown or str(found), None: str(found)}
+    return Printed(found.to_json(), shown[args.show], mtp.MtpError.exit_code if is_refused else 0)
 
 
 def _add_checkpoints(commands: Any) -> None:
@@ -461,6 +484,7 @@ def _add_grid(add: Any) -> None:
         default="auto",
         help="builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file",
     )
+    _add_columns(add)
     add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
     add("--prompts-per-task", type=int, default=8, metavar="N", help="prompts to decode of each task")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the trunk; 0 is greedy")

@@ -192,7 +192,10 @@ MARKER = "Text0f0a0turn"
 
 
 def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a sentence for all that the records' text is without: the template itself, columns, variables, turns."""
+    """Return a sentence for all that the records' text is without: the template itself, columns, variables, turns.
+
+    Of the template's variables, those that turn thinking on or off are told where no record sets them.
+    """
     known = template_variables(tokenizer)
     raw = sum(not isinstance(record.content, Chat) for record in records) if tokenizer.chat_template else 0
     writes_calls = "tool_calls" in str(tokenizer.chat_template)
@@ -211,6 +214,11 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
         (_unwritten_turns(records, tokenizer), "the chat template leaves out"),
     )
     notes = [f"{raw} of {len(records)} records are raw text, without the chat template"] if raw else []
+    given = {name for record in records if isinstance(record.content, Chat) for name in record.content.variables}
+    if raw < len(records):
+        notes += [
+            f"no record sets {name}, which the chat template reads" for name in sorted(known - given) if "think" in name
+        ]
     return notes + [
         f"{count} of {len(records)} records have {name}, which {what}"
         for names, what in kinds

@@ -41,6 +41,8 @@ class EvaluationGrid:
     suite: str = AUTO
     """``builtin``, ``demo``, ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC``,
     ``gsm8k:LOC``, or a file of prompts. ``auto``: ``demo`` for the demo's trunks, else ``builtin``."""
+    columns: Mapping[str, str] | None = None
+    """Names of columns in a file of prompts, by those that ``data.sources`` reads: ``{"instruction": "question"}``."""
     tasks: Sequence[str] | None = None
     prompts_per_task: int = 8
     temperatures: Sequence[float] = (0.0, 1.0)
@@ -132,7 +134,7 @@ def grid_prompts(
     """Return the prompts of the grid's suite, by the length that they are extended to."""
     variables = grid.chat_template_kwargs or {}
     require_variables(tokenizer, variables, "--chat-template-kwargs")
-    suite = load_suite(grid.suite, variables)
+    suite = load_suite(grid.suite, variables, grid.columns or {})
     for note in template_notes(suite, tokenizer):
         logger.warning("--suite %s: %s.", grid.suite, note)
     return {

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
@@ -46,7 +47,9 @@ Read = tuple[Content, tuple[str, ...]]
 """A record's content, and its columns with a value that are not read."""
 
 
-def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Record]:
+def read_records(
+    name: str, location: str, layout: Layout, stem: str, columns: Mapping[str, str] = MappingProxyType({})
+) -> list[Record]:
     """Return the records of a file, of a directory or of a dataset on the hub.
 
     Records with the same ``group`` are one group for the intervals; for those without, their content decides
@@ -54,6 +57,7 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
 
     Args:
         stem: Start of the records' ids, and the task of records that name none.
+        columns: Names of columns in the file, by ours.
 
     Raises:
         DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
@@ -62,7 +66,7 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
     def read(row: Row, where: str) -> Read:
         given = {column: value for column, value in row.items() if value is not None}
         try:
-            return _content(layout.ours(given, where), where)
+            return _content(layout.ours(given, where), where, columns)
         except KeyError as missing:
             raise DataError(
                 f"{where}: no {missing}, the fields are {', '.join(map(repr, given))}; expected {layout.fields}. "
@@ -94,12 +98,12 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Re
     return records
 
 
-def _content(row: Row, where: str) -> Read:
+def _content(row: Row, where: str, columns: Mapping[str, str]) -> Read:
     """Read a record by the first of the formats that it has.
 
     User messages are stripped: leading white space would become part of their first token.
     """
-    known = known_columns(row)
+    known = {ours: theirs for ours, theirs in known_columns(row, columns).items() if theirs in row}
     format = next((one for one, (first, *_) in FORMATS.items() if first in known), None)
     if format is None:
         raise KeyError("prompt")
@@ -214,28 +218,38 @@ PROBES = "0", "q"
 """Two message contents with different first characters, to locate the content in a template's output."""
 
 
-def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES) -> list[Record]:
+def load_suite(
+    name: str,
+    chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> list[Record]:
     """Return the records of a suite, each with its task.
 
     Args:
         name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
             that ``data.sources`` reads.
         chat_template_kwargs: Variables for the chat template, where a record has none of that name.
+        columns: Names of columns in the user's own records, by those that ``data.sources`` reads.
     """
-    return [with_variables(one, chat_template_kwargs) for one in _records_of(name)]
+    return [with_variables(one, chat_template_kwargs) for one in _records_of(name, columns)]
 
 
-def _records_of(name: str) -> list[Record]:
+def _records_of(name: str, columns: Mapping[str, str]) -> list[Record]:
     kind, colon, location = name.partition(":")
+    is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
+    if is_location or Path(name).expanduser().exists():
+        return read_records(name, name, OWN, Path(name).name.split(".")[0], columns)
+    if columns:
+        raise DataError(
+            f"--columns: given for the suite {name}, which has columns of its own; expected a file of yours. Leave "
+            "them out."
+        )
     if name == BUILTIN:
         return _builtin_records()
     if name == DEMO:
         return _demo_records()
     if kind in BENCHMARKS and location:
         return read_records(name, location, BENCHMARKS[kind], kind)
-    is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
-    if is_location or Path(name).expanduser().exists():
-        return read_records(name, name, OWN, Path(name).name.split(".")[0])
     known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."

@@ -255,6 +255,8 @@ class CheckResult(Shown):
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
+    shown: str | None
+    """Some of the records as the model reads them; None if the data was not read."""
     choices: tuple[Choice, ...]
     """Settings that were ``auto``, with the reasons for their values."""
     fitting: Mapping[str, str]
@@ -472,10 +474,12 @@ def _checked(
         require_declared(checkpoint)
         # The run refuses a head that does not fit; with the trunk's config alone, this is a plan for another machine.
         plan_head(recipe, checkpoint, open_head_source(recipe.model.head_from) if recipe.model.head_from else None)
+    layers = served_layers(text_config, head_family.wiring.trunk_layers(text_config))
     shapes = Shapes(recipe, model, checkpoint)
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
-    text = _text(recipe, path, raw, text_config.vocab_size)
+    tokenizer = _tokenizer(recipe, path, raw)
+    text = None if tokenizer is None else gather_text(recipe, tokenizer, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
     return CheckResult(
         recipe=recipe,
@@ -487,12 +491,9 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds_served(family) if recipe.head.is_new else {},
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
-        states_command=None
-        if recipe.train.states is None
-        else serving_command(
-            recipe, path, raw, served_layers(text_config, head_family.wiring.trunk_layers(text_config))
-        ),
+        states_command=None if recipe.train.states is None else serving_command(recipe, path, raw, layers),
         data=None if text is None else _described(recipe, text),
+        shown=None if text is None else text.shown(tokenizer),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
         launch=_launch_command(words, room) if words else None,
@@ -515,11 +516,11 @@ def _checkpoint(recipe: Recipe) -> Checkpoint | None:
         return None
 
 
-def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
-    """Read the data as a run does, and split it; None without a tokenizer."""
+def _tokenizer(recipe: Recipe, trunk: Path, config: RawConfig) -> Any:
+    """Return the tokenizer of a run; None where the trunk's files have none."""
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
-    return gather_text(recipe, recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {})), vocab_size)
+    return recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
 
 
 def _described(recipe: Recipe, text: RunText) -> str:

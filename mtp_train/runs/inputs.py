@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +69,8 @@ from mtp_train.runs.refusals import (
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
 code up to the limit of tokens, which takes longer than all other arms together."""
+NUM_SHOWN = 3
+"""Records that ``check --show data`` prints."""
 
 
 class RunText(NamedTuple):
@@ -89,6 +93,20 @@ class RunText(NamedTuple):
         lengths = [len(document.input_ids) for document in self.documents]
         lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
         return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
+
+    def shown(self, tokenizer: Any) -> str:
+        """Return records as the model reads them, what is trained on in «»; those are empty for answers to come."""
+        texts = []
+        every: list[Document | Prompt] = [*self.documents, *self.prompts]
+        for one in every[:: max(1, len(every) // NUM_SHOWN)][:NUM_SHOWN]:
+            if isinstance(one, Prompt):
+                parts = [([*one.prompt_ids], False), ([], True)]
+            else:
+                runs = groupby(zip(one.input_ids.tolist(), one.loss_mask.tolist(), strict=True), key=itemgetter(1))
+                parts = [([token for token, _ in run], trained) for trained, run in runs]
+            decoded = (f"«{tokenizer.decode(ids)}»" if trained else tokenizer.decode(ids) for ids, trained in parts)
+            texts.append(f"--- {one.id}\n{''.join(decoded)}")
+        return "\n".join(texts)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,9 @@ def test_what_the_template_reads_and_is_not_passed_is_counted_and_named(tmp_path
     ]
     assert template_notes(raw, byte_tokenizer(None)) == []
     calls = [record_of(messages=AS_SERVED)]
-    assert template_notes(calls, byte_tokenizer(THINKS)) == []
+    unset = ["no record sets enable_thinking, which the chat template reads"]
+    assert template_notes(calls, byte_tokenizer(THINKS)) == unset
+    assert template_notes([*calls, *records], byte_tokenizer(THINKS))[:1] != unset
     assert template_notes(calls, byte_tokenizer(CHATML)) == [
         "1 of 1 records have tool_calls, which the chat template does not read"
     ]

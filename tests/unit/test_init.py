@@ -10,7 +10,7 @@ import pytest
 import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_fields
-from json_files import read_json
+from json_files import read_json, write_rows
 from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
@@ -113,6 +113,26 @@ def test_the_file_names_its_schema_and_is_checked(inputs: Path, capfd: Capture) 
     assert read_json(Path(schema))["properties"].keys() >= {"model", "head"}
     assert main(["check", "my.yaml", "--show", "recipe"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
+
+
+def test_records_are_shown_as_the_model_reads_them(inputs: Path, capfd: Capture) -> None:
+    """Targets of the sources' own responses are marked; answers to come are empty."""
+    turns = [("user", "What?"), ("assistant", "That."), ("user", "Why?"), ("assistant", "So.")]
+    rows = [{"q": [{"role": role, "content": f"{text} {n}"} for role, text in turns], "group": n} for n in range(30)]
+    write_rows(Path("a.jsonl"), rows)
+    columns = ["--data", "a.jsonl", "--columns", "messages=q"]
+    document(["init", "my.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base", *columns], capfd)
+    assert recipe_of("my.yaml").data.sources[0].columns == {"messages": "q"}
+    assert main(["check", "my.yaml", "--show", "data", "data.regenerate=null"]) == 0
+    first, *others = capfd.readouterr().out.split("--- ")[1:]
+    assert len(others) == 2
+    number = first.partition("What? ")[2].partition("<")[0]
+    assert first.rstrip().endswith(
+        f"<|im_start|>user\nWhat? {number}<|im_end|>\n<|im_start|>assistant\n«That. {number}<|im_end|>»\n"
+        f"<|im_start|>user\nWhy? {number}<|im_end|>\n<|im_start|>assistant\n«So. {number}<|im_end|>»"
+    ), first
+    assert main(["check", "my.yaml", "--show", "data"]) == 0
+    assert "assistant\n«»\n" in capfd.readouterr().out
 
 
 def test_the_number_of_processes_is_planned_for_and_resumes_with_another(inputs: Path, capfd: Capture) -> None:

@@ -45,6 +45,16 @@ def test_speed_bench_is_read_from_either_script_and_from_a_directory(tmp_path: P
     assert one.content == Chat((user("Write."),))
 
 
+def test_columns_of_other_names_are_named_in_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "own.jsonl", {"question": " Why? ", "answer": "So."})
+    (one,) = load_suite(file, columns={"instruction": "question"})
+    assert one.content == Chat((user("Why?"),))
+    with pytest.raises(DataError, match=r"the fields are 'question', 'answer'; expected"):
+        load_suite(file, columns={"instruction": "q"})
+    with pytest.raises(DataError, match=r"--columns: given for the suite builtin, which has columns of its own"):
+        load_suite("builtin", columns={"instruction": "question"})
+
+
 def test_human_eval_is_completed_and_gsm8k_answered(tmp_path: Path) -> None:
     code = "def one():\n    "
     (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(json.dumps({"task_id": "H/0", "prompt": code}).encode()))
