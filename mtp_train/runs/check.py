@@ -255,6 +255,8 @@ class CheckResult(Shown):
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
+    notes: tuple[str, ...]
+    """What of the records is not in their text, in words."""
     shown: str | None
     """Some of the records as the model reads them; None if the data was not read."""
     choices: tuple[Choice, ...]
@@ -289,6 +291,7 @@ class CheckResult(Shown):
             "kernels": self.kernels,
             "states_command": self.states_command,
             "data": self.data,
+            "notes": list(self.notes),
             "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
@@ -309,6 +312,9 @@ class CheckResult(Shown):
             yield "does not fit", problem
             yield "fits with", "one of these, added to this command" if self.fitting else "larger devices only"
             yield from ((f"  {needs}", arguments) for arguments, needs in self.fitting.items())
+        yield from (("attention", note) for note in (*self.notes, self.kernels, self.rewired) if note)
+        if not recipe.gate.enabled:
+            yield "attention", "the gate is off: the head is not measured, and is exported unjudged"
         yield "trains", self._subject()
         yield "text", self.data or "not read, as the trunk has no tokenizer; a run refuses such a trunk"
         # Fixed once the answers are there.
@@ -327,10 +333,7 @@ class CheckResult(Shown):
                 f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
                 f"passes: at most {measures * tokens / plan.total_tokens:.0%} of the tokens above",
             )
-        yield "kernels", self.kernels
         yield from self._sizes()
-        if not recipe.gate.enabled:
-            yield "gate", "off; the head is not measured, and is exported unjudged"
         if recipe.export.enabled:
             beside = ", a draft model beside its TRUNK" if recipe.kind.has_file else ""
             yield "export", f"{recipe.run_dir}/export{beside}, for"
@@ -339,7 +342,6 @@ class CheckResult(Shown):
                 init = " head.init=random" if find_head_kind(kind).has_file else ""
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
-        yield "head", self.rewired
         if self.choices:
             values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
             yield "chosen by rule", f"{values}; reasons with --show recipe"
@@ -493,6 +495,7 @@ def _checked(
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
         states_command=None if recipe.train.states is None else serving_command(recipe, path, raw, layers),
         data=None if text is None else _described(recipe, text),
+        notes=() if text is None else tuple(text.notes),
         shown=None if text is None else text.shown(tokenizer),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),
@@ -527,7 +530,7 @@ def _described(recipe: Recipe, text: RunText) -> str:
     paths, column = ", ".join(source.path for source in recipe.data.sources), recipe.data.group_field
     answers = f"answers of the trunk to {len(text.prompts)} prompts of {paths}" if text.prompts else paths
     groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
-    return "; ".join([answers, text.split, f"held out {groups}", *text.notes])
+    return "; ".join([answers, text.split, f"held out {groups}"])
 
 
 def disk_bytes(recipe: Recipe, memory: Footprint, num_tokens: int, state_width: int) -> int:

@@ -194,6 +194,7 @@ def probe(
     short = {field: value for field, value in SHORT.items() if answers or not field.startswith("data.regenerate.")}
     recipe, choices = resolved_recipe(settings, [*changes, *override_texts(short)])
     found = _compare(recipe, donor, place / COMPARISON, console)
+    console.print(f"base's head on the fine-tune: {_level_text(found.graft)}", highlight=False)
     # A training that began found no fault before.
     if not is_lone(donor) and not is_run(place / TRAINING):
         found = replace(found, wiring=_better_wiring(recipe, donor, console))
