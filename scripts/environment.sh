@@ -53,7 +53,8 @@ use_environment() {
     version="$repository $(cksum < "$repository/pyproject.toml")"
     if ! is_installed "$extras"; then
         echo "installing mtp-train$extras into $home (the first time takes some minutes)" >&2
-        python -m pip install -qq --disable-pip-version-check --editable "$repository$extras"
+        # In a terminal with pip's progress bars.
+        python -m pip install $([ -t 2 ] || echo -qq) --disable-pip-version-check --editable "$repository$extras" >&2
         echo "$version" > "$home/.mtp-train-installed$extras"
     fi
 }

@@ -6,6 +6,7 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.identity import checkpoint_files, require_same
 from mtp_train.checkpoints.locations import EXPORT, HEAD, open_location
@@ -293,7 +295,15 @@ def _report(run: Run, report: Report, console: Console) -> None:
 
 def _serving(run_dir: Path, report: Report, trunk: Path | None = None) -> dict[str, str]:
     head = load_artifact(run_dir / HEAD)
-    return serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk)
+    found = serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk)
+    return (
+        {**found, "llama.cpp": "no: its converter does not know the demo's tokenizer"} if _is_demo(run_dir) else found
+    )
+
+
+def _is_demo(run_dir: Path) -> bool:
+    recipe = RunDirectory(run_dir).recipe
+    return recipe is not None and recipe.model.trunk.startswith(PREFIX)
 
 
 def _export(run: Run) -> str:
@@ -433,4 +443,7 @@ class RunResult(Outcome, Shown):
             head = load_artifact(self.run_dir / HEAD)
             rewired = wiring_note(head.family, head.convention, self.serves)
             rows += [] if rewired is None else [("head", rewired)]
+            rows.append(("try it", shlex.join(["mtp-train", "generate", str(self.run_dir), "--show-drafts", "--chat"])))
+        if _is_demo(self.run_dir):
+            rows.append(("your own model", "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl"))
         return rows

@@ -72,6 +72,9 @@ ELSEWHERE = {
         ),
         _FIT,
     ),
+    "mtp-train generate {} --show-drafts --chat": (
+        "e2e/test_generate.py::test_a_conversation_reads_its_turns_from_stdin"
+    ),
     "mtp-train generate TRUNK --head {} --prompt Hello": (
         "e2e/test_other_kinds.py::test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly"
     ),
@@ -87,6 +90,7 @@ _PACKAGE = "installs a package"
 _PLACES = "has placeholders alone"
 _LATE = "of a stage of a run, a server or another drafter"
 NOT_PASTED = {
+    "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl": _PLACES,
     # Proposal, and why no test runs it; its words are parsed all the same.
     "pip install zstandard.": _PACKAGE,
     "Run 'pip install bitsandbytes', or use the unquantised weights.": _PACKAGE,

@@ -13,11 +13,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from demo_maker.corpus import TWINS
 from mtp_train.checkpoints.demo import demo, demo_path, recorded
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.loading import dump_recipe, load_recipe
 from mtp_train.runs.evaluate_run import recorded_arms
 from mtp_train.runs.inputs import HOME_PROMPTS, evaluation_prompts, home_prompts, split_records
+from mtp_train.runs.pipeline import RunResult
 from mtp_train.trunk.load import Trunk, load_trunk
 from repository import RECIPES
 
@@ -122,3 +124,12 @@ def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -
     assert arms["control"].tau < arms["ceiling"].tau
     assert recorded()["settings"].keys() == arms.keys()
     assert recorded_arms("my/model") == {}
+
+
+@pytest.mark.parametrize("trunk", ["demo:finetune", "my-27b"])
+def test_a_run_of_the_demo_ends_with_the_next_command_for_a_model_of_ones_own(tmp_path: Path, trunk: str) -> None:
+    recipe = load_recipe("retrain_head", [f"model.trunk={trunk}"])
+    (tmp_path / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    rows = str(RunResult(0, "", "passed", "done", tmp_path)).splitlines()[1:]
+    own = ["your own model: mtp-train probe FINE_TUNE --from BASE --data chats.jsonl"]
+    assert rows == (own if trunk == "demo:finetune" else [])
