@@ -236,8 +236,9 @@ def load_suite(
 
 def _records_of(name: str, columns: Mapping[str, str]) -> list[Record]:
     kind, colon, location = name.partition(":")
+    is_ours = name in (BUILTIN, DEMO) or (kind in BENCHMARKS and bool(location))
     is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
-    if is_location or Path(name).expanduser().exists():
+    if not is_ours and (is_location or Path(name).expanduser().exists()):
         return read_records(name, name, OWN, Path(name).name.split(".")[0], columns)
     if columns:
         raise DataError(

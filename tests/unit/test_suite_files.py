@@ -55,6 +55,13 @@ def test_columns_of_other_names_are_named_in_a_file_of_ones_own(tmp_path: Path) 
         load_suite("builtin", columns={"instruction": "question"})
 
 
+def test_a_suite_of_ours_is_not_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = load_suite("demo")
+    (tmp_path / "demo").mkdir()
+    assert load_suite("demo") == expected
+
+
 def test_human_eval_is_completed_and_gsm8k_answered(tmp_path: Path) -> None:
     code = "def one():\n    "
     (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(json.dumps({"task_id": "H/0", "prompt": code}).encode()))
