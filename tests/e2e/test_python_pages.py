@@ -1,4 +1,4 @@
-"""recipes/python.md block by block, and recipes/rescue.ipynb from top to bottom, by the public API."""
+"""recipes/python.md block by block, and the notebooks of recipes from top to bottom, by the public API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from json_files import read_json
 from repository import RECIPES
 from runs import LEARNS, TINY_RESCUE, Capture, overrides_of, write_inputs
 
-HOW_TO, NOTEBOOK = RECIPES / "python.md", RECIPES / "rescue.ipynb"
+HOW_TO, NOTEBOOK, ON_GPU = RECIPES / "python.md", RECIPES / "rescue.ipynb", RECIPES / "rescue_gpu.ipynb"
 
 
 @pytest.mark.slow
@@ -46,19 +46,19 @@ def shown(result: Any) -> None:
         assert re.match(r"<(table|pre)", result._repr_html_())
 
 
-def cells(kind: str) -> list[dict[str, Any]]:
-    found = read_json(NOTEBOOK)
-    return [cell for cell in found["cells"] if cell["cell_type"] == kind]
+def cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in read_json(notebook)["cells"] if cell["cell_type"] == "code"]
 
 
-def sources() -> dict[str, str]:
+def sources(notebook: Path = NOTEBOOK) -> dict[str, str]:
     """Return the source of each code cell by its id."""
-    return {cell["id"]: "".join(cell["source"]) for cell in cells("code")}
+    return {cell["id"]: "".join(cell["source"]) for cell in cells(notebook)}
 
 
-def test_the_notebook_is_stored_without_outputs() -> None:
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
-    assert NOTEBOOK.stat().st_size < 20_000
+@pytest.mark.parametrize("notebook", [NOTEBOOK, ON_GPU], ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(notebook: Path) -> None:
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(notebook))
+    assert notebook.stat().st_size < 20_000
 
 
 def tiny_demo(out: Path) -> None:
@@ -109,3 +109,24 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
         printed = capsys.readouterr().out
         assert "gate passed: True" in printed
         assert "vllm: vllm serve rescue-demo/rescued/export" in printed
+
+
+def test_the_notebook_for_a_gpu_runs_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_demo(tmp_path / "demo")
+    changed = {'"my-9b"': '"demo/finetune"', '"BASE"': '"demo/base"', '"chats.jsonl"': '"demo/prompts.jsonl"'}
+    changed |= {"base, run, data=[chats]": "base, run, data=[chats], overrides=tiny"}
+    changed |= {"base, data=[chats]": "base, data=[chats], overrides=tiny"}
+    shown: list[Any] = []
+    names: dict[str, Any] = {"tiny": [*TINY_RESCUE, *overrides_of(**LEARNS)]}
+    of_cells = sources(ON_GPU)
+    assert of_cells.pop("install") == '%pip install -q "mtp-train[cuda]"'
+    for source in of_cells.values():
+        for theirs, ours in changed.items():
+            source = source.replace(theirs, ours)
+        run_cell(source, names, shown)
+    assert names["rescued"].head == "retrained"
+    assert len(shown) == 4
+    assert "vllm: vllm serve rescued/export" in capsys.readouterr().out
