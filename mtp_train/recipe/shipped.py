@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,6 +111,12 @@ def _summary(path: Path) -> str:
 
 
 def _table(name: str, summary: str, files: Sequence[ShippedFile]) -> str:
-    rows = [(name, "path", summary), *((file.name, str(file.path), file.summary) for file in files)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{first:{widths[0]}}  {second:{widths[1]}}  {third}" for first, second, third in rows)
+    """Return the files under each other, no wider than the terminal but for their paths."""
+    first, width = 2 + max(len(file.name) for file in files), shutil.get_terminal_size().columns
+    lines = [f"{name:{first}}{summary}, and where it is"]
+    for file in files:
+        lines += textwrap.wrap(
+            file.summary, width, initial_indent=f"{file.name:{first}}", subsequent_indent=" " * first
+        )
+        lines.append(f"{'':{first}}{file.path}")
+    return "\n".join(lines)

@@ -49,6 +49,7 @@ from mtp_train.runs.resolve import (
     launched_processes,
     override_texts,
     resolved_recipe,
+    values_of,
 )
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.served_states import served_layers, serving_command
@@ -343,8 +344,7 @@ class CheckResult(Shown):
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
         if self.choices:
-            values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
-            yield "chosen by rule", f"{values}; reasons with --show recipe"
+            yield "chosen by rule", values_of(self.choices)
         yield "launch", self.launch if problem is None else None
 
     def _subject(self) -> str:

@@ -40,7 +40,7 @@ from mtp_train.runs.evaluate_run import advised, evaluate_run, served_commands, 
 from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses
-from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
+from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe, values_of
 from mtp_train.runs.run import Run, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import STATE, tracking_of
@@ -111,8 +111,9 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             progress_on(console, is_main=is_main_process()) as progress,
         ):
             accelerator, recipe = join_processes(recipe, directory)
-            for line in (describe_processes(accelerator), *choices):
-                console.print(str(line), highlight=False)
+            console.print(describe_processes(accelerator), highlight=False)
+            if choices:
+                console.print(f"chosen by rule: {values_of(choices)}", highlight=False)
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
             precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
             console.print(f"training in {precision}: {reason}", highlight=False)

@@ -83,6 +83,12 @@ class Choice:
         return f"{self.field}: {self.shown} ({self.reason})"
 
 
+def values_of(choices: Sequence[Choice]) -> str:
+    """Return the values that were chosen in one line, and where their reasons are."""
+    values = ", ".join(f"{choice.field}={choice.shown}" for choice in choices)
+    return f"{values}; reasons: mtp-train check RECIPE --show recipe"
+
+
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
     return resolved_recipe(recipe, overrides)[0]
 
