@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        # A shell asks for completions; the process ends here.
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     if not arguments:
         parser.print_help()
         return 0
@@ -115,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mtp-train",
         description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
         "in the place of COMMAND is run.",
+        epilog='completion in bash and zsh: eval "$(register-python-argcomplete mtp-train)"',
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")

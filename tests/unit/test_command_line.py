@@ -84,3 +84,13 @@ def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
     os.close(writes)
     assert refused.returncode == 2
     assert (listed.returncode, listed.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(("line", "found"), [("mtp-train insp", ["inspect"]), ("mtp-train graft a --fr", ["--from"])])
+def test_a_shell_is_told_what_completes_a_word(tmp_path: Path, line: str, found: list[str]) -> None:
+    out = tmp_path / "found"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    command = [sys.executable, "-c", "from mtp_train.cli.main import main; main()"]
+    subprocess.run(command, env=environment() | asked, check=True)
+    assert [word.strip() for word in out.read_text().split("\x0b")] == found
