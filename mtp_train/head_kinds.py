@@ -91,6 +91,24 @@ _KINDS = {
             apart=False,
             deepest=15,
         ),
+        HeadKind(
+            "dflash2",
+            "DFlash 2",
+            f"{_PARTS}.dflash2:DFLASH2",
+            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
+            starts=(),
+            apart=False,
+            deepest=15,
+        ),
+        HeadKind(
+            "dspark",
+            "DSpark",
+            f"{_PARTS}.dspark:DSPARK",
+            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
+            starts=(),
+            apart=False,
+            deepest=16,
+        ),
     )
 }
 

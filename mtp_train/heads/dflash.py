@@ -1,15 +1,15 @@
 """Run a DFlash drafter: a block of tokens whose attention reads keys computed from the trunk's states.
 
 The states of several trunk layers, projected to one vector for each committed token, give the keys and values of these
-tokens in every layer. The block, the last committed token and mask tokens after it, runs through the layers once. Its
-row j gives the logits of draft j.
+tokens in every layer. The block, the last committed token (the anchor) and mask tokens after it, runs through the
+layers once. Its row j gives the logits of draft j, or of draft j + 1 where the anchor's row gives the first.
 
-Shapes: B rows, T tokens, N trunk layers that are read, D hidden, V vocabulary.
+Shapes: B rows, T tokens of a block, S keys, N trunk layers that are read, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
@@ -18,23 +18,33 @@ from transformers import Cache, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import Convention, Family
+from mtp_train.families.kinds.dflash import BlockMask
 from mtp_train.families.kinds.kind import Block
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.head import Head
 from mtp_train.heads.step import KeysWritten
 from mtp_train.upstream.transformers_private import CACHE, set_attention
 
+Correct = Callable[[int, Tensor, Tensor], Tensor]
+"""The row of a block, its logits (B, 1, V) and the token before its draft, int (B, 1), to the logits of its draft."""
+
 
 class DFlashModule(Block):
     """The projection of the trunk's states, the layers and the last norm."""
 
-    def __init__(self, family: Family, config: PretrainedConfig, num_states: int) -> None:
+    def __init__(self, family: Family, config: Any, num_states: int) -> None:
         super().__init__()
         classes, width = family.classes, config.hidden_size
         self.fc = nn.Linear(num_states * width, width, bias=False)
         self.hidden_norm = classes.make_norm(config)
-        self.layers = nn.ModuleList(classes.make_layer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            self.wrapped(classes.make_layer(config, index), config) for index in range(config.num_hidden_layers)
+        )
         self.norm = classes.make_norm(config)
+
+    def wrapped(self, layer: nn.Module, config: Any) -> nn.Module:
+        """Return the drafter's layer, with transformers' inside."""
+        return layer
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return the input of the keys and values: (B, T, N * D) to (B, T, D)."""
@@ -46,6 +56,7 @@ class DFlashHead(Head):
 
     teacher_forced = False
     chaining = "recursive"
+    module_class: type[DFlashModule] = DFlashModule
 
     def __init__(
         self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention
@@ -56,7 +67,7 @@ class DFlashHead(Head):
         self.config: Any = family.classes.config(text_config, num_modules)
         set_attention(self.config, HEAD_ATTENTION)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
-        self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
+        self.blocks = nn.ModuleList([self.module_class(family, self.config, len(self.trunk_layers))])
         self.rotary = family.classes.cls("Qwen3RotaryEmbedding")(config=self.config)
         self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
 
@@ -69,8 +80,13 @@ class DFlashHead(Head):
         """The width D of the states that :meth:`read` returns."""
         return int(self.config.hidden_size)
 
+    @property
+    def first_row(self) -> int:
+        """The row of a block that gives the first draft."""
+        return 0 if self.config.sample_from_anchor else 1
+
     def module_index(self, depth: int) -> int:
-        """Return 0: the layers of the one module have caches of equal shape, and its first stands for all."""
+        """Return 0: what the one module's layers store of a token is alike, and its first stands for all."""
         return 0
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
@@ -91,22 +107,46 @@ class DFlashHead(Head):
                     context_BTD, position_embeddings=rotation, attention_mask=None, **{CACHE: cache}
                 )
 
-    def denoise(self, embed_BTD: Tensor, positions_BT: Tensor, mask_B1TS: Tensor, cache: Cache) -> Tensor:
+    def mask(self, kind: str, positions_B1T1: Tensor, keys_B11S: Tensor) -> Tensor:
+        """Return the attention mask of a type of layers: bool (B, 1, T, S), True where a token attends to a key.
+
+        Args:
+            positions_B1T1: int, the positions of a block's tokens.
+            keys_B11S: int, the positions of the keys; negative for none.
+        """
+        rule: BlockMask = self.config.block_masks[kind]
+        last_B111 = positions_B1T1[:, :, -1:]
+        seen = (keys_B11S >= 0) & (keys_B11S <= (positions_B1T1 if rule.causal else last_B111))
+        if rule.window is not None:
+            distance = (positions_B1T1[:, :, :1] if rule.from_anchor else positions_B1T1) - keys_B11S
+            seen = seen & ((distance if rule.from_anchor else distance.abs()) <= rule.window)
+        return seen.expand(-1, -1, positions_B1T1.shape[2], -1)
+
+    def denoise(self, embed_BTD: Tensor, positions_BT: Tensor, masks: Mapping[str, Tensor], cache: Cache) -> Tensor:
         """Return the states for the logits, (B, T, D), of the embeddings of whole blocks.
 
         Args:
-            mask_B1TS: bool, True where a query attends to a key.
+            masks: The :meth:`mask` of every type of layers.
         """
         rotation, hidden_BTD = self.rotary(embed_BTD, positions_BT), embed_BTD
-        for layer in self.module.layers:
+        for layer, kind in zip(self.module.layers, self.config.layer_types, strict=True):
             hidden_BTD = layer(
                 hidden_BTD,
                 position_embeddings=rotation,
-                attention_mask=mask_B1TS,
+                attention_mask=masks[kind],
                 position_ids=positions_BT,
                 **{CACHE: cache},
             )
         return self.module.norm(hidden_BTD)
+
+    def correcting(self, states_BTD: Tensor, anchor_B1: Tensor) -> Correct:
+        """Return what a drafter computes of a block's logits once the tokens before a draft are chosen.
+
+        Args:
+            states_BTD: The states of the whole block.
+            anchor_B1: int, the last committed tokens.
+        """
+        return lambda row, logits_B1V, token_B1: logits_B1V
 
     def project(self, depth: int, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
         return self.module.project(state, shared)

@@ -117,6 +117,11 @@ class DraftModel:
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
         return None if layers is None else tuple(map(int, layers))
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the tensors that the head is built from."""
+        return [key for key in self.checkpoint.tensors if key not in _BESIDE and not key.startswith(self.format.unread)]
+
     def renamed(self, key: str) -> str:
         for theirs, ours in self.format.renames.items():
             if key.startswith(theirs):
@@ -143,7 +148,7 @@ def draft_model(checkpoint: Checkpoint) -> DraftModel | None:
 
 def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
     """Compare the tensor keys of a draft model with those that its config needs; allocates no weights."""
-    found = {draft.renamed(key): info.shape for key, info in draft.checkpoint.tensors.items() if key not in _BESIDE}
+    found = {draft.renamed(key): draft.checkpoint.tensors[key].shape for key in draft.keys}
     hidden_size = draft.number("hidden_size")
     vocab_size = draft.number("vocab_size")
     num_modules = draft.num_modules
@@ -199,16 +204,13 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     problem = values_problem(draft)
     if problem is not None:
         raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
-    tensors = tuple(
-        stored_tensor(draft.checkpoint, key, draft.renamed(key))
-        for key in draft.checkpoint.tensors
-        if key not in _BESIDE
-    )
+    tensors = tuple(stored_tensor(draft.checkpoint, key, draft.renamed(key)) for key in draft.keys)
     output = None
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft.checkpoint))
     layout = replace(layout_of(trunk), family=family)
-    config = draft.checkpoint.config if draft.format.config is None else draft.config
+    # What is written again is written as it is.
+    config = draft.checkpoint.config if draft.format.config is None and draft.kind.starts else draft.config
     return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output, config)
 
 

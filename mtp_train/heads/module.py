@@ -46,7 +46,10 @@ class OutputRows(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         """Return logits (..., V) of states (..., D), minus infinity for tokens without a row."""
-        logits = state @ self.weight.T
+        return self.placed(state @ self.weight.T)
+
+    def placed(self, logits: Tensor) -> Tensor:
+        """Return logits of the rows, (..., R), as logits of the vocabulary, (..., V)."""
         if self.token_ids_R is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)

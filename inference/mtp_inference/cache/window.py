@@ -89,7 +89,7 @@ class Window:
         exact = self.start is not None and self.used == self.start + self.num_tokens
         if fits and exact and (self.is_fresh or self.num_tokens == 1) and not always:
             return None
-        seen_by_B1T1, held_B11S = self._places(size, sliding_window, each_row=always)
+        seen_by_B1T1, held_B11S = self.places(size, sliding_window, each_row=always)
         if sliding_window is None:
             return held_B11S <= seen_by_B1T1
         return (held_B11S >= 0) & (held_B11S <= seen_by_B1T1) & (held_B11S > seen_by_B1T1 - sliding_window)
@@ -99,15 +99,18 @@ class Window:
 
         Arguments as for :meth:`mask`.
         """
-        seen_by_B1T1, held_B11S = self._places(size, sliding_window)
+        seen_by_B1T1, held_B11S = self.places(size, sliding_window)
         distance_B1TS = seen_by_B1T1 - held_B11S
         seen_B1TS = (held_B11S >= 0) & (distance_B1TS >= 0)
         if sliding_window is not None:
             seen_B1TS &= distance_B1TS < sliding_window
         return torch.where(seen_B1TS, distance_B1TS, -1)
 
-    def _places(self, size: int, sliding_window: int | None, each_row: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the positions of the queries, (B or 1, 1, T, 1), and of the slots' keys, in a broadcastable shape."""
+    def places(self, size: int, sliding_window: int | None, each_row: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries, (B or 1, 1, T, 1), and of the slots' keys, in a broadcastable shape.
+
+        Arguments as for :meth:`mask`; with ``each_row`` the first has a row for each batch row.
+        """
         slots_S = torch.arange(min(self.used, size), device=self.positions_BT.device)
         # Rows at the same positions share a mask.
         positions_BT = self.positions_BT if self.start is None or each_row else self.positions_BT[:1]

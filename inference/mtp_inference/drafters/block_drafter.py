@@ -1,21 +1,21 @@
-"""Draft a whole block of tokens in one pass with a DFlash drafter.
+"""Draft a whole block of tokens in one pass with a block drafter: DFlash, DFlash 2 or DSpark.
 
 Its cache has the keys and values of the committed tokens, computed from the trunk's states. A draft first writes those
 of the pending tokens. Then the block runs: the last committed token and mask tokens, as many as in training whatever
-the depth. The next round overwrites the block's keys.
+the depth. The next round overwrites the block's keys. Drafts are chosen one after the other, as some drafters correct
+the logits of a draft by the token before it.
 
-Shapes: B rows of the batch, T tokens, S slots, D hidden, K drafts.
+Shapes: B rows of the batch, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.rows import places_from
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan, TrainedDrafting
@@ -27,7 +27,7 @@ from mtp_train.trunk.load import Trunk
 
 
 class BlockDrafting(TrainedDrafting):
-    """Draft with a DFlash drafter, at most one token less than its block.
+    """Draft with a block drafter, at most as many tokens as rows of its block give drafts.
 
     Args:
         head: The drafter, on the trunk's device; its dtype may differ. ``from_pretrained(..., head=DRAFTER)`` loads it.
@@ -40,7 +40,7 @@ class BlockDrafting(TrainedDrafting):
 
     @property
     def deepest(self) -> int:
-        return min(super().deepest, self.head.block_size - 1)
+        return min(super().deepest, self.head.block_size - self.head.first_row)
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         trunk.show_layers(self.head.trunk_layers)
@@ -58,18 +58,22 @@ class BlockDrafter(TextDrafter):
         tokens_BT = pad(choice.last_B1, (0, head.block_size - 1), value=head.mask_token)
         window = self._window(places_from(choice.length_B, head.block_size), plan)
         self.cache.begin(window)
-        # Tokens of the block attend to those after them too.
-        slots_S = torch.arange(window.used, device=tokens_BT.device)
-        mask_BS = slots_S <= window.positions_BT[:, -1:]
+        stores = {layer.kind: layer for layer in self.cache.layers if isinstance(layer, AttentionStore)}
+        masks = {
+            kind: head.mask(kind, *window.places(store.size, store.sliding_window, each_row=True))
+            for kind, store in stores.items()
+        }
         with attending_in_windows(head.config):
             state_BTD = head.denoise(
                 self.trunk.embed(tokens_BT).to(self.weight.dtype),
                 window.positions_BT,
-                mask_BS[:, None, None].expand(-1, -1, head.block_size, -1),
+                masks,
                 self.cache,
             )
-        for logits_B1V in self._logits(1, state_BTD[:, 1 : plan.depth + 1]).split(1, dim=1):
-            choice.add(logits_B1V)
+        first, correct = head.first_row, head.correcting(state_BTD, choice.last_B1)
+        logits_BTV = self._logits(1, state_BTD[:, first : first + plan.depth])
+        for row, logits_B1V in enumerate(logits_BTV.split(1, dim=1), start=first):
+            choice.add(correct(row, logits_B1V, choice.last_B1))
         return choice.result()
 
     def _run(self, depth: int, hidden_BTD: Tensor, tokens_BT: Tensor, window: Window) -> NoReturn:

@@ -88,6 +88,8 @@ class DraftFormat:
     """Field of ``generation_config.json`` from which transformers reads the number of drafts; None: there is none."""
     plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the keys of tensors that do not change which tokens are drafted, and are not read."""
     zeros: tuple[str, ...] = ()
     """Keys of vectors (D) of zeros that are written because an engine has random values where the file has none."""
     renames: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,76 @@
+"""Run a DSpark drafter: a DFlash drafter and a Markov head, which adds a bias of the token before a draft to its logits.
+
+The bias is a matrix of low rank, from tokens of the trunk to those that may be drafted. It may depend on the state of
+the draft's row too (``gated``), and on a recurrent state along the block (``rnn``).
+
+Shapes: B rows, T tokens of a block, D hidden, R rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mtp_train.families import Family
+from mtp_train.heads.dflash import Correct, DFlashHead, DFlashModule
+from mtp_train.heads.module import OutputRows
+
+
+class MarkovHead(nn.Module):
+    """The bias of one draft, with the names of the speculators package (``models/dspark/model_definitions.py``)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank, read = config.markov_rank, config.hidden_size + config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.to_dict().get("draft_vocab_size") or config.vocab_size, bias=False)
+        kind = config.to_dict().get("markov_head_type", "vanilla")
+        self.gate_proj = nn.Linear(read, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(rank + read, 3 * rank) if kind == "rnn" else None
+
+    def forward(self, token_B1: Tensor, state_B1D: Tensor, memory_B1R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bias, (B, 1, tokens that may be drafted), and the recurrent state of the next row."""
+        read_B1R = self.markov_w1(token_B1)
+        if self.gate_proj is not None:
+            read_B1R = read_B1R * self.gate_proj(torch.cat([state_B1D, read_B1R], dim=-1)).sigmoid()
+        elif self.joint_proj is not None:
+            joint = self.joint_proj(torch.cat([memory_B1R, read_B1R, state_B1D], dim=-1))
+            gate_B1R, candidate_B1R, read_B1R = joint.chunk(3, dim=-1)
+            kept_B1R = gate_B1R.sigmoid()
+            memory_B1R = kept_B1R * memory_B1R + (1 - kept_B1R) * candidate_B1R.tanh()
+            read_B1R = read_B1R.tanh()
+        return self.markov_w2(read_B1R), memory_B1R
+
+
+class DSparkModule(DFlashModule):
+    """DFlash's module with a Markov head, unless its rank is 0."""
+
+    def __init__(self, family: Family, config: Any, num_states: int) -> None:
+        super().__init__(family, config, num_states)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+
+
+class DSparkHead(DFlashHead):
+    """A DSpark drafter as a head."""
+
+    module_class = DSparkModule
+
+    def correcting(self, states_BTD: Tensor, anchor_B1: Tensor) -> Correct:
+        module = cast(DSparkModule, self.module)
+        markov = module.markov_head
+        if markov is None:
+            return super().correcting(states_BTD, anchor_B1)
+        memory_B1R = states_BTD.new_zeros(len(states_BTD), 1, markov.markov_w1.embedding_dim)
+
+        def corrected(row: int, logits_B1V: Tensor, token_B1: Tensor) -> Tensor:
+            nonlocal memory_B1R
+            bias, memory_B1R = markov(token_B1, states_BTD[:, row : row + 1], memory_B1R)
+            output = module.lm_head
+            return logits_B1V + (output.placed(bias) if isinstance(output, OutputRows) else bias)
+
+        if self.first_row:
+            # The recurrent state begins with the anchor's row, although that row gives no draft.
+            _, memory_B1R = markov(anchor_B1, states_BTD[:, :1], memory_B1R)
+        return corrected
