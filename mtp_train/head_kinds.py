@@ -3,8 +3,8 @@
 The recipe validates names against it. A kind is one file in ``mtp_train/families/kinds/``, or another package's
 (:func:`register_kind`), with its :class:`~mtp_train.families.kinds.kind.KindParts`.
 
-EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774), DFlash (arXiv:2602.06036); the
-assistant is Gemma 4's.
+EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774), DFlash (arXiv:2602.06036) and the
+block drafters that follow it, DFlash 2 and DSpark; the assistant is Gemma 4's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModel
 
 from assistants import randomise
-from mtp_train.trunk.load import Trunk
 from scripted import PlainTexts, plain_texts, random_prompt
 from tiny import VOCAB_SIZE, tiny_trunk
 
@@ -109,7 +108,9 @@ class BlockForm:
             if gate is not None:
                 shapes |= {f"markov_head.{gate[0]}.weight": gate[1:], f"markov_head.{gate[0]}.bias": gate[1:2]}
         if self.kind == "dflash2":
-            shapes |= {f"candidate_selector.{side}_codebook": (VOCAB_SIZE, RANK) for side in ("predecessor", "successor")}
+            shapes |= {
+                f"candidate_selector.{side}_codebook": (VOCAB_SIZE, RANK) for side in ("predecessor", "successor")
+            }
             shapes["candidate_selector.hidden_projection.weight"] = (RANK, hidden)
             for name in (f"layers.{number}.{part}_conv." for number in range(5) for part in ("attention", "mlp")):
                 shapes[f"{name}base_kernel"] = (2, TAPS, hidden)

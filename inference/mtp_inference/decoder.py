@@ -133,11 +133,11 @@ class SpeculativeDecoder:
         Args:
             checkpoint: A checkpoint directory, a run directory (for its export), a hub id or ``demo:base``.
             head: The drafter: a head directory, a run directory (for its head), a checkpoint with a head, an EAGLE,
-                EAGLE-3 or Medusa draft model, an assistant model, a DFlash drafter, or ``ngram`` (prompt lookup). None
+                EAGLE-3 or Medusa draft model, an assistant model, a block drafter, or ``ngram`` (prompt lookup). None
                 for the checkpoint's own MTP head.
             adapter: A peft adapter directory or hub id to apply to the trunk, unmerged.
-            depth: Drafts per round, 0 to 7 for most drafters, for DFlash up to one less than its block. At 0 no head is
-                loaded, and decoding is plain.
+            depth: Drafts per round, 0 to 7 for most drafters, for block drafters up to those of a block. At 0 no head
+                is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
             options: ``draft_sampling``, ``max_batch``, ``captures`` and ``records``, as in the class.

@@ -1,7 +1,7 @@
 """Open a checkpoint and a drafter for it: check the files first, then load the weights.
 
 A drafter is named by a string: ``own`` (the checkpoint's own MTP head), a head directory, a checkpoint that contains a
-head, a draft model with an EAGLE or Medusa head, an assistant model, a DFlash drafter, or ``ngram`` (prompt lookup).
+head, a draft model with an EAGLE or Medusa head, an assistant model, a block drafter, or ``ngram`` (prompt lookup).
 """
 
 from __future__ import annotations

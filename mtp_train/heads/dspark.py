@@ -1,4 +1,4 @@
-"""Run a DSpark drafter: a DFlash drafter and a Markov head, which adds a bias of the token before a draft to its logits.
+"""Run a DSpark drafter: DFlash with a Markov head, which biases the logits of a draft by the token before it.
 
 The bias is a matrix of low rank, from tokens of the trunk to those that may be drafted. It may depend on the state of
 the draft's row too (``gated``), and on a recurrent state along the block (``rnn``).

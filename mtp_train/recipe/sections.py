@@ -202,8 +202,8 @@ class HeadSection(RecipeSection):
     checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
     `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
     one residual block per depth, each of which reads the trunk's last hidden state only. `assistant`: Gemma 4's
-    drafter, which attends to the trunk's keys and values; it is retrained from an existing one. `dflash`: a block
-    drafter, which can be decoded with and not trained."""
+    drafter, which attends to the trunk's keys and values; it is retrained from an existing one. `dflash`,
+    `dflash2` and `dspark`: block drafters, which can be decoded with and not trained."""
     init: InitKind = "graft"
     """The initial weights. `native`: the head in `model.trunk`. `graft`: the head in `model.head_from`.
     `copy_last_layer`: a new head whose decoder layer is a copy of the trunk's last layer. `random`: a new head with

@@ -67,7 +67,7 @@ FORMS = (
     BlockForm("dflash2", "authors", block_size=8),
     BlockForm("vanilla", "authors", anchor=True),
     BlockForm("vanilla", chosen=True),
-    BlockForm("gated", chosen=True, block_size=8, anchor=True),
+    BlockForm("gated", chosen=True, block_size=16, anchor=True),
     BlockForm("rnn", block_size=8),
     BlockForm("rnn", "speculators, bidirectional", anchor=True),
 )
@@ -191,14 +191,19 @@ def test_the_text_is_the_trunks(block_size: int, depth: int, tmp_path: Path) -> 
         assert result.num_draft_tokens == depth * result.num_drafts > 0
 
 
-def test_recurrent_layers_bound_the_depth(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, BLOCKS[2]], ids=str)
+def test_recurrent_layers_bound_the_depth(form: BlockForm | None, tmp_path: Path) -> None:
     target = tiny_trunk("qwen3_5", num_layers=4)
-    model = opened(tmp_path, 16, target=target)
+    model = opened(tmp_path, 16, target=target) if form is None else opened_form(tmp_path, form, target)
     assert model.deepest == 7
     drafting = model.load_drafting(target)
     with pytest.raises(MtpError, match=r"depth: 8 .* expected at most 7, as its recurrent layers"):
         SpeculativeDecoder(target, drafting, 8, ())
-    assert SpeculativeDecoder(target, drafting, 7, ()).generate(PROMPTS, max_new_tokens=9)
+    drafted, plain = (
+        [result.token_ids for result in SpeculativeDecoder(target, drafting, depth, ()).generate(PROMPTS, 9)]
+        for depth in (7, 0)
+    )
+    assert drafted == plain
 
 
 def test_its_block_bounds_the_depth_and_inspect_names_it(tmp_path: Path, capfd: Capture) -> None:

@@ -16,9 +16,8 @@ def recipe_with(**overrides: object) -> Recipe:
 
 
 def test_a_kind_that_is_unknown_or_not_trained_is_refused() -> None:
-    with pytest.raises(
-        RecipeError, match=r"^head\.kind: 'toy'; expected one of mtp, eagle3, eagle, medusa, assistant, dflash\."
-    ):
+    kinds = "mtp, eagle3, eagle, medusa, assistant, dflash, dflash2, dspark"
+    with pytest.raises(RecipeError, match=rf"^head\.kind: 'toy'; expected one of {kinds}\."):
         recipe_with(head__kind="toy")
     with pytest.raises(RecipeError, match=r"kind: 'dflash', which can be decoded with and not trained"):
         recipe_with(head__kind="dflash")
