@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtp_train.errors import UnsupportedModelError
@@ -89,28 +89,12 @@ _KINDS = {
             drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
             starts=(),
             apart=False,
-            deepest=15,
-        ),
-        HeadKind(
-            "dflash2",
-            "DFlash 2",
-            f"{_PARTS}.dflash2:DFLASH2",
-            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
-            starts=(),
-            apart=False,
-            deepest=15,
-        ),
-        HeadKind(
-            "dspark",
-            "DSpark",
-            f"{_PARTS}.dspark:DSPARK",
-            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
-            starts=(),
-            apart=False,
             deepest=16,
         ),
     )
 }
+for _name, _title in (("dflash2", "DFlash 2"), ("dspark", "DSpark")):
+    _KINDS[_name] = replace(_KINDS["dflash"], name=_name, title=_title, parts=f"{_PARTS}.{_name}:{_name.upper()}")
 
 
 def register_kind(kind: HeadKind) -> None:

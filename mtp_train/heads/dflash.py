@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
@@ -32,19 +32,13 @@ Correct = Callable[[int, Tensor, Tensor], Tensor]
 class DFlashModule(Block):
     """The projection of the trunk's states, the layers and the last norm."""
 
-    def __init__(self, family: Family, config: Any, num_states: int) -> None:
+    def __init__(self, family: Family, config: PretrainedConfig, num_states: int) -> None:
         super().__init__()
         classes, width = family.classes, config.hidden_size
         self.fc = nn.Linear(num_states * width, width, bias=False)
         self.hidden_norm = classes.make_norm(config)
-        self.layers = nn.ModuleList(
-            self.wrapped(classes.make_layer(config, index), config) for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(classes.make_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = classes.make_norm(config)
-
-    def wrapped(self, layer: nn.Module, config: Any) -> nn.Module:
-        """Return the drafter's layer, with transformers' inside."""
-        return layer
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return the input of the keys and values: (B, T, N * D) to (B, T, D)."""
@@ -56,7 +50,6 @@ class DFlashHead(Head):
 
     teacher_forced = False
     chaining = "recursive"
-    module_class: type[DFlashModule] = DFlashModule
 
     def __init__(
         self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention
@@ -67,13 +60,13 @@ class DFlashHead(Head):
         self.config: Any = family.classes.config(text_config, num_modules)
         set_attention(self.config, HEAD_ATTENTION)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
-        self.blocks = nn.ModuleList([self.module_class(family, self.config, len(self.trunk_layers))])
+        self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
         self.rotary = family.classes.cls("Qwen3RotaryEmbedding")(config=self.config)
         self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
 
     @property
-    def module(self) -> DFlashModule:
-        return cast(DFlashModule, self.blocks[0])
+    def module(self) -> Any:
+        return self.blocks[0]
 
     @property
     def state_width(self) -> int:
@@ -91,7 +84,8 @@ class DFlashHead(Head):
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return the input of :meth:`write_keys` from the concatenated states of the trunk's layers."""
-        return self.module.read(trunk_BTD)
+        read_BTD: Tensor = self.module.read(trunk_BTD)
+        return read_BTD
 
     def write_keys(self, context_BTD: Tensor, positions_BT: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens in every layer.
@@ -103,9 +97,7 @@ class DFlashHead(Head):
         rotation = self.rotary(context_BTD, positions_BT)
         for layer in self.module.layers:
             with suppress(KeysWritten):
-                cast(Any, layer).self_attn(
-                    context_BTD, position_embeddings=rotation, attention_mask=None, **{CACHE: cache}
-                )
+                layer.self_attn(context_BTD, position_embeddings=rotation, attention_mask=None, **{CACHE: cache})
 
     def mask(self, kind: str, positions_B1T1: Tensor, keys_B11S: Tensor) -> Tensor:
         """Return the attention mask of a type of layers: bool (B, 1, T, S), True where a token attends to a key.

@@ -226,11 +226,12 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
     """
     beside = [key for key in checkpoint.tensors if key.startswith(DSPARK_PREFIX)]
     signs = [*beside, *filter(_DSPARK.search, head_keys)]
-    block = checkpoint.text_config.get(DSPARK_BLOCK)
-    if not (signs or (head_keys and block)):
+    fields = checkpoint.text_config
+    if not (signs or (head_keys and fields.get(DSPARK_BLOCK))):
         return None
-    declared = f"config.json has {DSPARK_BLOCK} {block}" if block else ""
-    return f"the blocks of a DSpark drafter ({', '.join(filter(None, [*signs[:1], declared]))})"
+    # The size of a block, the layers that are read, the mask token and the rank of the Markov head.
+    declared = [f"{name} {value}" for name, value in fields.items() if name.startswith("dspark_")]
+    return f"the blocks of a DSpark drafter ({', '.join([*signs[:1], *declared])})"
 
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:

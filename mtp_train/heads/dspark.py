@@ -8,13 +8,12 @@ Shapes: B rows, T tokens of a block, D hidden, R rank, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtp_train.families import Family
-from mtp_train.heads.dflash import Correct, DFlashHead, DFlashModule
+from mtp_train.heads.dflash import Correct, DFlashHead
 from mtp_train.heads.module import OutputRows
 
 
@@ -25,8 +24,8 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, read = config.markov_rank, config.hidden_size + config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.to_dict().get("draft_vocab_size") or config.vocab_size, bias=False)
-        kind = config.to_dict().get("markov_head_type", "vanilla")
+        self.markov_w2 = nn.Linear(rank, getattr(config, "draft_vocab_size", None) or config.vocab_size, bias=False)
+        kind = getattr(config, "markov_head_type", "vanilla")
         self.gate_proj = nn.Linear(read, rank) if kind == "gated" else None
         self.joint_proj = nn.Linear(rank + read, 3 * rank) if kind == "rnn" else None
 
@@ -44,22 +43,15 @@ class MarkovHead(nn.Module):
         return self.markov_w2(read_B1R), memory_B1R
 
 
-class DSparkModule(DFlashModule):
-    """DFlash's module with a Markov head, unless its rank is 0."""
-
-    def __init__(self, family: Family, config: Any, num_states: int) -> None:
-        super().__init__(family, config, num_states)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
-
-
 class DSparkHead(DFlashHead):
-    """A DSpark drafter as a head."""
+    """A DSpark drafter as a head; with rank 0 it has no Markov head."""
 
-    module_class = DSparkModule
+    def __init__(self, *shape: Any, **wiring: Any) -> None:
+        super().__init__(*shape, **wiring)
+        self.module.markov_head = MarkovHead(self.config) if self.config.markov_rank else None
 
     def correcting(self, states_BTD: Tensor, anchor_B1: Tensor) -> Correct:
-        module = cast(DSparkModule, self.module)
-        markov = module.markov_head
+        markov = self.module.markov_head
         if markov is None:
             return super().correcting(states_BTD, anchor_B1)
         memory_B1R = states_BTD.new_zeros(len(states_BTD), 1, markov.markov_w1.embedding_dim)
@@ -67,7 +59,7 @@ class DSparkHead(DFlashHead):
         def corrected(row: int, logits_B1V: Tensor, token_B1: Tensor) -> Tensor:
             nonlocal memory_B1R
             bias, memory_B1R = markov(token_B1, states_BTD[:, row : row + 1], memory_B1R)
-            output = module.lm_head
+            output = self.module.lm_head
             return logits_B1V + (output.placed(bias) if isinstance(output, OutputRows) else bias)
 
         if self.first_row:

@@ -145,11 +145,12 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     saved: Path, tmp_path: Path, out: Path
 ) -> None:
     other = with_tensors(saved / "base", tmp_path / "other", dspark)
-    set_fields(other, {"dspark_block_size": 4})
+    set_fields(other, {"dspark_block_size": 4, "dspark_target_layer_ids": [1, 3], "dspark_noise_token_id": 5})
     found, before = inspect(other, saved / "base"), tree(other)
     assert (found.status, found.cure) == ("foreign", None)
     assert '{"method":"dspark","num_speculative_tokens":4}' in found.serves["vllm"]
     assert "DSpark drafter (mtp.2.m" in found.runs_here
+    assert "dspark_block_size 4, dspark_target_layer_ids [1, 3], dspark_noise_token_id 5)" in found.runs_here
     assert not found.head.unexpected_keys
     with pytest.raises(CheckpointError, match=r"has the blocks of a DSpark drafter .* expected no drafter, or an MTP"):
         graft(other, saved / "base", out)

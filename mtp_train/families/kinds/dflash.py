@@ -7,41 +7,40 @@ speculators package (``transformer_layer_config``) and that of transformers. The
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, Qwen3Config
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import UNVERIFIED, Convention, EngineSupport, no, remarked
 from mtp_train.families.kinds.kind import DraftFormat, DraftParts
-from mtp_train.families.kinds.llama import STATES_IN_SGLANG, STATES_IN_VLLM
+from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG, STATES_IN_VLLM
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _OF_TRANSFORMERS = "muse_glimmer_assistant"
+_OTHERWISE = "; {} otherwise, and may draft other tokens"
 
 
-def in_vllm(method: str) -> EngineSupport:
-    return EngineSupport(None, f"not verified: vllm serve TRUNK --speculative-config {{vllm_{method}}}")
-
-
-def in_sglang(algorithm: str) -> EngineSupport:
-    return EngineSupport(
-        None,
-        f"not verified: python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {algorithm} "
-        "--speculative-draft-model-path {path}",
-    )
-
-
-def in_llama_cpp(drafting: str) -> EngineSupport:
-    return EngineSupport(
-        None,
-        "not verified: python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
-        f"llama-server -m TRUNK.gguf -md draft.gguf --spec-type draft-{drafting} --spec-draft-n-max {{depth}}",
-    )
+def served_as(method: str) -> dict[str, tuple[EngineSupport, Collection[str]]]:
+    """Return the engines' commands for a kind of block drafter, none of which was run."""
+    commands = {
+        "vllm": (f"vllm serve TRUNK --speculative-config {{vllm_{method}}}", STATES_IN_VLLM),
+        "sglang": (
+            f"python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {method.upper()} "
+            "--speculative-draft-model-path {path}",
+            STATES_IN_SGLANG,
+        ),
+        "llama.cpp": (
+            "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && llama-server "
+            f"-m TRUNK.gguf -md draft.gguf --spec-type draft-{method} --spec-draft-n-max {{depth}}",
+            STATES_IN_LLAMA_CPP,
+        ),
+    }
+    return {name: (EngineSupport(None, f"not verified: {text}"), trunks) for name, (text, trunks) in commands.items()}
 
 
 class BlockMask(NamedTuple):
@@ -81,24 +80,19 @@ def block_masks(config: RawConfig) -> dict[str, BlockMask]:
     - The authors' format: sliding layers are causal and others not, unless one field declares it for all. A window
       counts the token itself. So vLLM 0.32 and SGLang read it; their measurements for z-lab's Gemma 4 drafter agree.
     """
-    window = config.get("swa_window_size") or config.get("sliding_window")
-    if SLIDING not in layer_types(config):
-        window = None
-    elif not isinstance(window, int):
+    types, window = layer_types(config), config.get("swa_window_size") or config.get("sliding_window")
+    if SLIDING in types and not isinstance(window, int):
         raise UnsupportedModelError(
             f"sliding_window: {window!r}; expected the window of the drafter's sliding layers. Restore the original."
         )
+    declared = config.get("is_causal", config.get("causal"))
     if is_of_speculators(config):
         bidirectional = config.get("sliding_window_non_causal", config.get("speculators_model_type") == "dflash2")
         return {FULL: BlockMask(), SLIDING: BlockMask(not bidirectional, window, from_anchor=True)}
     if config.get("model_type") == _OF_TRANSFORMERS:
         return {FULL: BlockMask(), SLIDING: BlockMask(window=window)}
-    declared = next((config[name] for name in ("is_causal", "causal") if config.get(name) is not None), None)
-    slides = SLIDING in (config.get("layer_types") or ())
-    return {
-        FULL: BlockMask(bool(declared)),
-        SLIDING: BlockMask(slides if declared is None else bool(declared), window and window - 1),
-    }
+    causal = config.get("layer_types") == types if declared is None else bool(declared)
+    return {FULL: BlockMask(bool(declared)), SLIDING: BlockMask(causal, (window or 1) - 1)}
 
 
 def _layers_read(config: RawConfig) -> tuple[int, ...]:
@@ -138,28 +132,43 @@ class DFlashParts(DraftParts):
             family,
             layer=replace(family.classes, config=lambda text_config, num_modules: Qwen3Config.from_dict(fields)),
             wiring=replace(family.wiring, trunk_layers=lambda text_config: layers),
-            engines={**family.engines, **self.refusing(config)},
+            engines={**family.engines, **self.unlike(config, family.engines)},
         )
 
-    def refusing(self, config: RawConfig) -> Mapping[str, EngineSupport]:
-        """Return the engines that do not draft with this very drafter, by their sources."""
-        refusing: dict[str, EngineSupport] = {}
-        if is_of_speculators(config) and "markov_rank" not in config:
-            refusing["llama.cpp"] = no("its converter reads the authors' format of such a drafter")
-        return refusing
+    def unlike(self, config: RawConfig, engines: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:
+        """Return the engines that do not draft like the package that trained this very drafter, by their sources."""
+        if config.get("markov_head_type", "vanilla") != "vanilla":
+            return dict.fromkeys(("vllm", "llama.cpp"), no("has vanilla Markov heads alone"))
+        found, slides, is_spark = {}, SLIDING in layer_types(config), "markov_rank" in config
+        if is_of_speculators(config):
+            if not is_spark:
+                found["llama.cpp"] = no("its converter reads the authors' format of such a drafter")
+            full = "" if is_spark or config.get("sliding_window_non_causal", True) else "full and "
+            if full or slides:
+                found["vllm"] = remarked(engines["vllm"], _OTHERWISE.format(f"release 0.32 masks {full}sliding layers"))
+        elif slides and block_masks(config)[SLIDING].causal:
+            found["llama.cpp"] = remarked(engines["llama.cpp"], _OTHERWISE.format("it masks sliding layers"))
+        return found
 
     def most_drafts(self, config: RawConfig) -> int:
         """Return the number of the block's rows that give drafts."""
         return int(config["block_size"]) - (not samples_anchor(config))
 
     def details(self, config: RawConfig) -> str:
-        masks, num_sliding = block_masks(config), layer_types(config).count(SLIDING)
-        causal = ", causal" if masks[SLIDING].causal else ""
+        types, mask = layer_types(config), block_masks(config)[SLIDING]
+        text = ""
+        if SLIDING in types:
+            text = f", with {types.count(SLIDING)} {'causal ' * mask.causal}sliding layers that reach {mask.window} tokens back"
+        if "selector_top_k" in config:
+            text += f", with a selector of {config['selector_top_k']} tokens"
+        if "markov_rank" in config:
+            text += f", with a {config.get('markov_head_type')} Markov head of rank {config['markov_rank']}"
+        if config.get("enable_confidence_head"):
+            text += "; its confidence head, which only cuts drafts short, is not used here"
         return (
             f", which reads the input of layers {', '.join(map(str, _layers_read(config)))}, drafts blocks of "
             f"{config['block_size']} tokens with mask token {config['mask_token_id']}, from "
-            f"{config.get('draft_vocab_size') or config['vocab_size']} of {config['vocab_size']} tokens"
-            + (f", with {num_sliding} sliding layers of window {masks[SLIDING].window}{causal}" if num_sliding else "")
+            f"{config.get('draft_vocab_size') or config['vocab_size']} of {config['vocab_size']} tokens{text}"
         )
 
 
@@ -169,12 +178,9 @@ DFLASH = DFlashParts(
     rules=key_rules("", {"{rest}": "{rest}"}),
     layer=HeadLayer("qwen3", "Qwen3"),
     wiring=Wiring(default=Convention(hidden="of_layers")),
-    serving={
-        "vllm": (in_vllm("dflash"), STATES_IN_VLLM),
-        "sglang": (in_sglang("DFLASH"), STATES_IN_SGLANG),
-    },
-    other_trunks=EngineSupport(None, "not verified by this project"),
-    other_engines=EngineSupport(None, "not verified by this project"),
+    serving=served_as("dflash"),
+    other_trunks=UNVERIFIED,
+    other_engines=no("drafts with MuseGlimmerAssistantModel alone"),
     format=DraftFormat(
         written_as=("DFlashDraftModel",),
         read_as=("DFlashSpeculator", "MuseGlimmerAssistantModel"),
