@@ -22,6 +22,7 @@ from block_drafters import (
     MODEL_TYPE,
     PROMPTS,
     READ,
+    TOP,
     TRUNK,
     BlockForm,
     own_names,
@@ -212,6 +213,41 @@ def test_its_block_bounds_the_depth_and_inspect_names_it(tmp_path: Path, capfd: 
     found = document(["inspect", tmp_path / "draft", "--base", tmp_path / "trunk"], capfd)
     assert f"layers 1, 3, drafts blocks of 4 tokens with mask token {MASK}, from {VOCAB_SIZE}" in found["note"]
     assert '"num_speculative_tokens":3' in found["serves"]["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("form", "noted", "served"),
+    [
+        (
+            FORMS[0],
+            ", with 3 causal sliding layers that reach 6 tokens back,",
+            {"vllm": "masks full and sliding "},
+        ),
+        (
+            FORMS[1],
+            ", with 3 sliding layers that reach 6",
+            {"llama.cpp": "no: its converter reads the authors' format"},
+        ),
+        (FORMS[2], ", with 3 causal sliding layers that reach 5", {"llama.cpp": "; it masks sliding layers otherwise"}),
+        (FORMS[5], f"a selector of {TOP} tokens", {"vllm": '"method":"dflash"'}),
+        (
+            FORMS[7],
+            "a vanilla Markov head of rank 8; its confidence head",
+            {"vllm": "release 0.32 masks sliding layers"},
+        ),
+        (BLOCKS[2], "a gated Markov head of rank 8", dict.fromkeys(("vllm", "llama.cpp"), "no: has vanilla")),
+    ],
+    ids=str,
+)
+def test_inspect_names_what_it_has_and_what_engines_make_of_it(
+    form: BlockForm, noted: str, served: dict[str, str], tmp_path: Path, capfd: Capture
+) -> None:
+    opened_form(tmp_path, form)
+    found = document(["inspect", tmp_path / "draft", "--base", tmp_path / "trunk"], capfd)
+    assert noted in found["note"]
+    assert f"layers 1, 3, drafts blocks of {form.block_size} tokens with mask token {MASK}" in found["note"]
+    for engine, text in {"transformers": "no: drafts with Muse", **served}.items():
+        assert text in found["serves"][engine]
 
 
 @pytest.mark.parametrize(

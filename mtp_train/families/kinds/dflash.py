@@ -155,10 +155,10 @@ class DFlashParts(DraftParts):
         return int(config["block_size"]) - (not samples_anchor(config))
 
     def details(self, config: RawConfig) -> str:
-        types, mask = layer_types(config), block_masks(config)[SLIDING]
-        text = ""
+        types, mask, text = layer_types(config), block_masks(config)[SLIDING], ""
         if SLIDING in types:
-            text = f", with {types.count(SLIDING)} {'causal ' * mask.causal}sliding layers that reach {mask.window} tokens back"
+            kind = "causal sliding" if mask.causal else "sliding"
+            text = f", with {types.count(SLIDING)} {kind} layers that reach {mask.window} tokens back"
         if "selector_top_k" in config:
             text += f", with a selector of {config['selector_top_k']} tokens"
         if "markov_rank" in config:
