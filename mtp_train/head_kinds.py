@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mtp_train.errors import UnsupportedModelError
@@ -82,19 +82,20 @@ _KINDS = {
             has_output=True,
             apart=False,
         ),
-        HeadKind(
-            "dflash",
-            "DFlash",
-            f"{_PARTS}.dflash:DFLASH",
-            drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
-            starts=(),
-            apart=False,
-            deepest=16,
+        *(
+            HeadKind(
+                name,
+                title,
+                f"{_PARTS}.{name}:{name.upper()}",
+                drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
+                starts=(),
+                apart=False,
+                deepest=16,
+            )
+            for name, title in (("dflash", "DFlash"), ("dflash2", "DFlash 2"), ("dspark", "DSpark"))
         ),
     )
 }
-for _name, _title in (("dflash2", "DFlash 2"), ("dspark", "DSpark")):
-    _KINDS[_name] = replace(_KINDS["dflash"], name=_name, title=_title, parts=f"{_PARTS}.{_name}:{_name.upper()}")
 
 
 def register_kind(kind: HeadKind) -> None:

@@ -179,10 +179,8 @@ class BlockForm:
         """Convolve what each attention and each MLP reads of the block, and what it returns."""
         for number, layer in enumerate(model.layers):
             for name, part in (("attention", layer.self_attn), ("mlp", layer.mlp)):
-                own = [self.tensors[f"layers.{number}.{name}_conv.{rest}"] for rest in _CONVOLUTION]
-                kernels: list[Tensor] = []
-                part.register_forward_pre_hook(functools.partial(_read, *own, kernels), with_kwargs=True)
-                part.register_forward_hook(functools.partial(_returned, kernels))
+                own = (self.tensors[f"layers.{number}.{name}_conv.{rest}"] for rest in _CONVOLUTION)
+                part.forward = _convolved(part.forward, *own)
 
     def _corrected(self, state_D: Tensor, before: int, memory_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (V,) of a row after a token, and the recurrent state after it."""
@@ -215,21 +213,19 @@ class BlockForm:
 _CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 
 
-def _read(
-    base: Tensor, projection: Tensor, kernels: list[Tensor], part: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convolve the input of a part of a layer, and keep the kernel of its output."""
-    hidden_1TD = options["hidden_states"] if "hidden_states" in options else args[0]
-    deltas = (hidden_1TD @ projection.T).view(hidden_1TD.shape[1], 2, TAPS, -1).repeat_interleave(GROUP, dim=-1)
-    kernels[:] = [base[0] + deltas[:, 0], base[1] + deltas[:, 1]]
-    read_1TD = _convolution(hidden_1TD, kernels[0])
-    return (args, {**options, "hidden_states": read_1TD}) if "hidden_states" in options else ((read_1TD,), options)
+def _convolved(part: Callable[..., Any], base: Tensor, projection: Tensor) -> Callable[..., Any]:
+    """Return a part of a layer between two convolutions."""
 
+    def forward(hidden_states: Tensor, **options: Any) -> Any:
+        length = hidden_states.shape[1]
+        deltas = (hidden_states @ projection.T).view(length, 2, TAPS, -1).repeat_interleave(GROUP, dim=-1)
+        output = part(_convolution(hidden_states, base[0] + deltas[:, 0]), **options)
+        after_TKD = base[1] + deltas[:, 1]
+        if isinstance(output, tuple):
+            return _convolution(output[0], after_TKD), output[1]
+        return _convolution(output, after_TKD)
 
-def _returned(kernels: list[Tensor], part: Any, args: tuple[Any, ...], output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (_convolution(output[0], kernels[1]), *output[1:])
-    return _convolution(output, kernels[1])
+    return forward
 
 
 def _convolution(hidden_1TD: Tensor, kernel_TKD: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class DFlashHead(Head):
         self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
         self.rotary = family.classes.cls("Qwen3RotaryEmbedding")(config=self.config)
         self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
+        self.first_row = int(not self.config.sample_from_anchor)
+        """The row of a block that gives the first draft."""
 
     @property
     def module(self) -> Any:
@@ -72,11 +74,6 @@ class DFlashHead(Head):
     def state_width(self) -> int:
         """The width D of the states that :meth:`read` returns."""
         return int(self.config.hidden_size)
-
-    @property
-    def first_row(self) -> int:
-        """The row of a block that gives the first draft."""
-        return 0 if self.config.sample_from_anchor else 1
 
     def module_index(self, depth: int) -> int:
         """Return 0: what the one module's layers store of a token is alike, and its first stands for all."""

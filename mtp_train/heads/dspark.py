@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.heads.dflash import Correct, DFlashHead
-from mtp_train.heads.module import OutputRows
 
 
 class MarkovHead(nn.Module):
@@ -60,7 +59,7 @@ class DSparkHead(DFlashHead):
             nonlocal memory_B1R
             bias, memory_B1R = markov(token_B1, states_BTD[:, row : row + 1], memory_B1R)
             output = self.module.lm_head
-            return logits_B1V + (output.placed(bias) if isinstance(output, OutputRows) else bias)
+            return logits_B1V + (bias if output is None else output.placed(bias))
 
         if self.first_row:
             # The recurrent state begins with the anchor's row, although that row gives no draft.

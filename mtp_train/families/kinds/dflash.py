@@ -21,8 +21,10 @@ from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_OF_SPECULATORS = "aux_hidden_state_layer_ids"
+"""A field that the configs of the speculators package alone have."""
 _OF_TRANSFORMERS = "muse_glimmer_assistant"
-_OTHERWISE = "; {} otherwise, and may draft other tokens"
+_OTHERWISE = "; it masks some layers otherwise than in training, and may draft other tokens"
 
 
 def served_as(method: str) -> dict[str, tuple[EngineSupport, Collection[str]]]:
@@ -54,16 +56,12 @@ class BlockMask(NamedTuple):
     """Whether distances are those of the anchor: every token attends to the same keys before the block."""
 
 
-def is_of_speculators(config: RawConfig) -> bool:
-    return "aux_hidden_state_layer_ids" in config
-
-
 def samples_anchor(config: RawConfig) -> bool:
     """Return whether the block's first row gives the first draft, and not the second one.
 
     Engines take a missing field in the speculators package's format for false, and for true in a DSpark drafter's own.
     """
-    return bool(config.get("sample_from_anchor", "markov_rank" in config and not is_of_speculators(config)))
+    return bool(config.get("sample_from_anchor", "markov_rank" in config and _OF_SPECULATORS not in config))
 
 
 def layer_types(config: RawConfig) -> list[str]:
@@ -86,7 +84,7 @@ def block_masks(config: RawConfig) -> dict[str, BlockMask]:
             f"sliding_window: {window!r}; expected the window of the drafter's sliding layers. Restore the original."
         )
     declared = config.get("is_causal", config.get("causal"))
-    if is_of_speculators(config):
+    if _OF_SPECULATORS in config:
         bidirectional = config.get("sliding_window_non_causal", config.get("speculators_model_type") == "dflash2")
         return {FULL: BlockMask(), SLIDING: BlockMask(not bidirectional, window, from_anchor=True)}
     if config.get("model_type") == _OF_TRANSFORMERS:
@@ -97,8 +95,8 @@ def block_masks(config: RawConfig) -> dict[str, BlockMask]:
 
 def _layers_read(config: RawConfig) -> tuple[int, ...]:
     """Return the trunk's layers whose input is read: speculators counts these, the authors the layers before them."""
-    if is_of_speculators(config):
-        return tuple(config["aux_hidden_state_layer_ids"])
+    if _OF_SPECULATORS in config:
+        return tuple(config[_OF_SPECULATORS])
     return tuple(layer + 1 for layer in config["target_layer_ids"])
 
 
@@ -140,14 +138,14 @@ class DFlashParts(DraftParts):
         if config.get("markov_head_type", "vanilla") != "vanilla":
             return dict.fromkeys(("vllm", "llama.cpp"), no("has vanilla Markov heads alone"))
         found, slides, is_spark = {}, SLIDING in layer_types(config), "markov_rank" in config
-        if is_of_speculators(config):
+        if _OF_SPECULATORS in config:
             if not is_spark:
                 found["llama.cpp"] = no("its converter reads the authors' format of such a drafter")
-            full = "" if is_spark or config.get("sliding_window_non_causal", True) else "full and "
-            if full or slides:
-                found["vllm"] = remarked(engines["vllm"], _OTHERWISE.format(f"release 0.32 masks {full}sliding layers"))
+            # vLLM 0.32 measures a window from each token, and makes full layers of DFlash causal too, not of DSpark.
+            if slides or not (is_spark or config.get("sliding_window_non_causal", True)):
+                found["vllm"] = remarked(engines["vllm"], _OTHERWISE)
         elif slides and block_masks(config)[SLIDING].causal:
-            found["llama.cpp"] = remarked(engines["llama.cpp"], _OTHERWISE.format("it masks sliding layers"))
+            found["llama.cpp"] = remarked(engines["llama.cpp"], _OTHERWISE)
         return found
 
     def most_drafts(self, config: RawConfig) -> int:
@@ -157,12 +155,12 @@ class DFlashParts(DraftParts):
     def details(self, config: RawConfig) -> str:
         types, mask, text = layer_types(config), block_masks(config)[SLIDING], ""
         if SLIDING in types:
-            kind = "causal sliding" if mask.causal else "sliding"
+            kind = "causal " * mask.causal + "sliding"
             text = f", with {types.count(SLIDING)} {kind} layers that reach {mask.window} tokens back"
         if "selector_top_k" in config:
             text += f", with a selector of {config['selector_top_k']} tokens"
         if "markov_rank" in config:
-            text += f", with a {config.get('markov_head_type')} Markov head of rank {config['markov_rank']}"
+            text += f", with a {config.get('markov_head_type', 'vanilla')} Markov head of rank {config['markov_rank']}"
         if config.get("enable_confidence_head"):
             text += "; its confidence head, which only cuts drafts short, is not used here"
         return (

@@ -38,10 +38,8 @@ class BlockConvolutions(nn.Module):
 
 def convolved(hidden_BTD: Tensor, kernel_BTKD: Tensor) -> Tensor:
     """Return the causal convolution of a block, with zeros before its first token."""
-    taps = kernel_BTKD.shape[2]
-    # The windows begin with the oldest token, the kernel with the newest one.
-    windows_BTDK = pad(hidden_BTD, (0, 0, taps - 1, 0)).unfold(1, taps, 1)
-    return (windows_BTDK.flip(-1).transpose(2, 3) * kernel_BTKD).sum(2)
+    shifted = [pad(hidden_BTD, (0, 0, back, -back)) for back in range(kernel_BTKD.shape[2])]
+    return (torch.stack(shifted, dim=2) * kernel_BTKD).sum(2)
 
 
 class ConvolvedLayer(nn.Module):
