@@ -214,7 +214,7 @@ class BatchRun:
         depth: int,
         prefill_chunk: int = 16,
     ) -> None:
-        size = BatchSize(len(prompts), 128, depth, max_window=max(prefill_chunk, depth + 1), num_stops=1)
+        size = BatchSize(len(prompts), 128, depth, max_window=max(prefill_chunk, depth + 1, 8), num_stops=1)
         self.batch = Batch(trunk, drafting, size, prefill_chunk=prefill_chunk)
         self.cache, self.drafter = self.batch.cache, self.batch.drafter
         self.batch.depth_B.fill_(depth)
