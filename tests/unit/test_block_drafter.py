@@ -218,12 +218,12 @@ def test_its_block_bounds_the_depth_and_inspect_names_it(tmp_path: Path, capfd: 
 @pytest.mark.parametrize(
     ("form", "noted", "served"),
     [
-        (FORMS[0], ", with 3 causal sliding layers that reach 6 tokens back,", {"vllm": "; it masks some layers"}),
-        (FORMS[1], ", with 3 sliding layers that reach 6", {"llama.cpp": "no: its converter reads the auth"}),
-        (FORMS[2], ", with 3 causal sliding layers that reach 5", {"llama.cpp": "; it masks some layers"}),
+        (FORMS[0], ", with sliding layers (3, causal) that reach 6 tokens back,", {"vllm": "; it masks some layers"}),
+        (FORMS[1], ", with sliding layers (3) that reach 6", {"llama.cpp": "no: its converter reads the auth"}),
+        (FORMS[2], ", with sliding layers (3, causal) that reach 5", {"llama.cpp": "; it masks some layers"}),
         (FORMS[5], f"a selector of {TOP} tokens", {"vllm": '"method":"dflash"'}),
-        (FORMS[7], "a vanilla Markov head of rank 8; its conf", {"vllm": "; it masks some layers"}),
-        (BLOCKS[2], "a gated Markov head of rank 8", dict.fromkeys(("vllm", "llama.cpp"), "no: has vanilla")),
+        (FORMS[7], "a Markov head (vanilla) of rank 8; its conf", {"vllm": "; it masks some layers"}),
+        (BLOCKS[2], "a Markov head (gated) of rank 8", dict.fromkeys(("vllm", "llama.cpp"), "no: has vanilla")),
     ],
     ids=str,
 )

@@ -155,12 +155,14 @@ class DFlashParts(DraftParts):
     def details(self, config: RawConfig) -> str:
         types, mask, text = layer_types(config), block_masks(config)[SLIDING], ""
         if SLIDING in types:
-            kind = "causal " * mask.causal + "sliding"
-            text = f", with {types.count(SLIDING)} {kind} layers that reach {mask.window} tokens back"
+            kind = ", causal" * mask.causal
+            text = f", with sliding layers ({types.count(SLIDING)}{kind}) that reach {mask.window} tokens back"
         if "selector_top_k" in config:
             text += f", with a selector of {config['selector_top_k']} tokens"
         if "markov_rank" in config:
-            text += f", with a {config.get('markov_head_type', 'vanilla')} Markov head of rank {config['markov_rank']}"
+            text += (
+                f", with a Markov head ({config.get('markov_head_type', 'vanilla')}) of rank {config['markov_rank']}"
+            )
         if config.get("enable_confidence_head"):
             text += "; its confidence head, which only cuts drafts short, is not used here"
         return (
