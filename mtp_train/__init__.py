@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from mtp_train.runs.decode import converse as converse
     from mtp_train.runs.decode import evaluate as evaluate
     from mtp_train.runs.decode import generate as generate
+    from mtp_train.runs.engine_counts import CountsResult as CountsResult
+    from mtp_train.runs.engine_counts import probe_endpoint as probe_endpoint
     from mtp_train.runs.engine_drafts import DraftsResult as DraftsResult
     from mtp_train.runs.engine_drafts import probe_drafts as probe_drafts
     from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
@@ -81,6 +83,7 @@ _NAMES_BY_MODULE = {
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.write": ("WriteResult", "export", "graft", "merge"),
     "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "converse", "evaluate", "generate"),
+    "runs.engine_counts": ("CountsResult", "probe_endpoint"),
     "runs.engine_drafts": ("DraftsResult", "probe_drafts"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),

@@ -281,7 +281,10 @@ def _add_runs(commands: Any) -> None:
     )
     _add_pair(probe, required=False)
     probe.add_argument("--drafts", type=Path, metavar="FILE", help="in place of --from: drafts of an engine")
-    probe.add_argument("--head", help="with --drafts: the head that made them (default: the checkpoint's own)")
+    probe.add_argument("--endpoint", metavar="URL", help="in place of --from: a server that counts its drafts")
+    probe.add_argument("--head", help="with these two: the head that drafts (default: the checkpoint's own)")
+    probe.add_argument("--served-model", metavar="NAME", help="the server's name for the model (default: the only one)")
+    probe.add_argument("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
     probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
@@ -351,14 +354,19 @@ def _count(text: str) -> int:
 
 
 def _probe(args: argparse.Namespace) -> Any:
-    wrong = [args.base, args.out, *args.data, *args.overrides] if args.drafts else [args.head]
-    if any(wrong) or not (args.drafts or args.base):
-        raise mtp.DataError(
-            "probe: its options are of two probes; expected --from BASE with --data, --out and --set, or --drafts FILE "
-            "with --head. Leave the others out."
-        )
+    training, server = [args.base, args.out, *args.data, *args.overrides], [args.served_model, args.api_key_env]
     if args.drafts:
-        args.command, args.checkpoint = "probe_drafts", args.fine_tune
+        name, wrong = "probe_drafts", [*training, args.endpoint, *server]
+    elif args.endpoint:
+        name, wrong = "probe_endpoint", training
+    else:
+        name, wrong = "probe", [args.head, *server, args.base is None]
+    if any(wrong):
+        raise mtp.DataError(
+            "probe: its options are of three probes; expected --from BASE with --data, --out and --set, or --drafts "
+            "FILE with --head, or --endpoint URL with --head, --served-model and --api-key-env. Leave the others out."
+        )
+    args.command, args.checkpoint = name, args.fine_tune
     return call(args)
 
 

@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from checkpoints import save_with_head
-from draft_models import CHOSEN, DraftModelToWrite
+from checkpoints import save_stripped, save_tensors, save_with_head
+from draft_models import CHOSEN, NUM_LAYERS, DraftModelToWrite
 from engines.ours import Subject, decode, with_state_before_norm
-from json_files import write_rows
+from json_files import write_json, write_rows
 from mtp_inference.opening import OWN, open_model
 from mtp_train import probe_drafts
+from mtp_train.families import of_kind
+from mtp_train.families.kinds.kind import described_by
 from mtp_train.heads.module import MtpHead
+from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.engine_wirings import Replayed, load_known
+from mtp_train.trunk.load import Trunk
 from runs import Capture, document, refusal
 from tiny import ALL_FAMILIES, VOCAB_SIZE, random_tokens, tiny_head, tiny_trunk
 
@@ -46,6 +52,19 @@ def with_other_tokens(head: MtpHead) -> None:
     rows.token_ids_R = (rows.token_ids_R + 1) % VOCAB_SIZE
 
 
+def taking_numbers_of_rows(head: Any) -> None:
+    rows = head.blocks[0].lm_head
+    rows.token_ids_R = torch.arange(len(rows.token_ids_R))
+
+
+def with_first_rows_of(trunk: Trunk) -> Fault:
+    def fault(head: Any) -> None:
+        rows = head.blocks[0].lm_head
+        rows.weight.data = trunk.lm_head_VD[: len(rows.weight)].clone()
+
+    return fault
+
+
 def as_it_is(head: MtpHead) -> None:
     """The control."""
 
@@ -68,6 +87,105 @@ def record(out: Path, trunk: Path, head: str, fault: Fault, depth: int = 3) -> P
 def own_head(family_name: str, out: Path) -> Path:
     trunk = tiny_trunk(family_name)
     return save_with_head(trunk, tiny_head(trunk), out / family_name)
+
+
+BLOCK_TRUNK = tiny_trunk("qwen3", num_layers=5)
+
+
+def block_drafter(out: Path, **changes: Any) -> Path:
+    """Write a DFlash drafter with random weights, as speculators does; its attention is sharp."""
+    layers = {
+        **BLOCK_TRUNK.config.to_dict(),
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+    }
+    config = {
+        **{"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 6},
+        **{"aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 5, "draft_vocab_size": len(CHOSEN)},
+        **{"transformer_layer_config": layers, **changes},
+    }
+    family = described_by(of_kind(BLOCK_TRUNK.family, "dflash"), {**layers, **config})
+    head = family.kind.make_head(family, BLOCK_TRUNK.config, num_modules=1, convention=family.wiring.default)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name.removeprefix("blocks.0."): torch.randn(value.shape, generator=generator) / value.shape[-1] ** 0.5
+        if value.ndim > 1
+        else value * (8 if "q_norm" in name else 1) + torch.randn(value.shape, generator=generator) / 8
+        for name, value in head.state_dict().items()
+    }
+    tensors["lm_head.weight"] = torch.randn(len(CHOSEN), BLOCK_TRUNK.config.hidden_size, generator=generator)
+    tensors["d2t"] = CHOSEN - torch.arange(len(CHOSEN))
+    out.mkdir()
+    write_json(out / "config.json", config)
+    save_tensors(tensors, out / "model.safetensors")
+    return out
+
+
+def masking_with(token: int) -> Fault:
+    def fault(head: Any) -> None:
+        head.mask_token = token
+
+    return fault
+
+
+def reading_layers(*layers: int) -> Fault:
+    def fault(head: Any) -> None:
+        head.trunk_layers = layers
+
+    return fault
+
+
+def attending_causally(head: Any) -> None:
+    head.mask = lambda kind, places, keys: ((keys >= 0) & (keys <= places)).expand(-1, -1, places.shape[2], -1)
+
+
+def drafting_a_row_early(head: Any) -> None:
+    denoise = head.denoise
+    head.denoise = lambda *given: pad(denoise(*given), (0, 0, 1, 0))[:, :-1]
+
+
+def reading_raw_states(head: Any) -> None:
+    head.module.hidden_norm = torch.nn.Identity()
+
+
+def not_scaling_positions(head: Any) -> None:
+    head.config.rope_parameters["rope_type"] = "default"
+    head.rotary = type(head.rotary)(config=head.config)
+
+
+BLOCK_FAULTS = {
+    "as ours": as_it_is,
+    "attending causally within its block": attending_causally,
+    "drafting from the row before": drafting_a_row_early,
+    "drafting the numbers of its rows as tokens": taking_numbers_of_rows,
+    "drafting the token after each of its tokens": with_other_tokens,
+    "reading layers (0, 2)": reading_layers(0, 2),
+    "reading layers (2, 4)": reading_layers(2, 4),
+    "with mask token 0": masking_with(0),
+    "with mask token 6": masking_with(6),
+    "with rope_type default": not_scaling_positions,
+    "with the first rows of the trunk's output matrix": with_first_rows_of(BLOCK_TRUNK),
+    "without the norm of the states that it reads": reading_raw_states,
+}
+
+
+@pytest.mark.parametrize("verdict", BLOCK_FAULTS)
+def test_the_wiring_of_a_block_drafter_is_named(verdict: str, tmp_path: Path) -> None:
+    trunk, drafter = save_stripped(BLOCK_TRUNK, tmp_path / "trunk"), block_drafter(tmp_path / "draft")
+    drafts = record(tmp_path, trunk, str(drafter), BLOCK_FAULTS[verdict], depth=5)
+    found = probe_drafts(trunk, drafts, head=drafter)
+    assert (found.verdict, found.equal[verdict]) == (verdict, 1.0)
+
+
+def test_rounds_that_are_replayed_together_draft_as_each_alone(tmp_path: Path) -> None:
+    trunk, drafter = save_stripped(BLOCK_TRUNK, tmp_path / "trunk"), block_drafter(tmp_path / "draft")
+    probed = load_known(open_model(str(trunk), str(drafter)))
+    text = tuple(random_tokens(12, 1)[0].tolist())
+    together, *alone = (
+        probed.margins([Replayed(text, starts, 3)], quiet_progress())
+        for starts in (range(2, 9), *(range(start, start + 1) for start in range(2, 9)))
+    )
+    for name, (margins_KN,) in together.items():
+        torch.testing.assert_close(margins_KN, torch.cat([one[name][0] for one in alone], dim=1))
 
 
 MTP_FAULTS = {
@@ -93,6 +211,11 @@ def test_the_wiring_of_an_mtp_head_is_named(family_name: str, verdict: str, tmp_
         ("as ours", as_it_is),
         ("reading layers (3, 5, 7)", reading_later_layers),
         ("drafting the token after each of its tokens", with_other_tokens),
+        ("drafting the numbers of its rows as tokens", taking_numbers_of_rows),
+        (
+            "with the first rows of the trunk's output matrix",
+            with_first_rows_of(tiny_trunk("llama", num_layers=NUM_LAYERS)),
+        ),
     ],
 )
 def test_the_wiring_of_a_draft_model_is_named(verdict: str, fault: Fault, tmp_path: Path) -> None:
@@ -146,6 +269,17 @@ def test_a_malformed_line_is_refused_by_its_number_and_field(
     assert refusal(["probe", checkpoint, "--drafts", file], capfd).partition("drafts.jsonl, ")[2].startswith(found)
 
 
-@pytest.mark.parametrize("options", [["--from", "b", "--drafts", "f"], ["--head", "h"], []])
-def test_the_options_of_the_two_probes_do_not_mix(options: list[str], capfd: Capture) -> None:
-    assert "or --drafts FILE with --head" in refusal(["probe", "m", *options], capfd)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--from", "b", "--drafts", "f"],
+        ["--from", "b", "--endpoint", "u"],
+        ["--drafts", "f", "--endpoint", "u"],
+        ["--drafts", "f", "--served-model", "m"],
+        ["--from", "b", "--api-key-env", "K"],
+        ["--head", "h"],
+        [],
+    ],
+)
+def test_the_options_of_the_three_probes_do_not_mix(options: list[str], capfd: Capture) -> None:
+    assert "or --drafts FILE with --head, or --endpoint URL" in refusal(["probe", "m", *options], capfd)
