@@ -90,6 +90,7 @@ _PACKAGE = "installs a package"
 _PLACES = "has placeholders alone"
 _LATE = "of a stage of a run, a server or another drafter"
 NOT_PASTED = {
+    "{}; reasons: mtp-train check RECIPE --show recipe": _PLACES,
     "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl": _PLACES,
     # Proposal, and why no test runs it; its words are parsed all the same.
     "pip install zstandard.": _PACKAGE,
