@@ -18,6 +18,8 @@ Shapes: B rows, T tokens, K depths, Q query rows, S key rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -53,42 +55,62 @@ def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tens
     return same_document_BT & wanted_BT & (document_BT != PADDING_DOCUMENT)
 
 
-def prefix_mask(document_BT: Tensor) -> Tensor:
-    """Return the attention mask of depth 1, causal in each document: bool, (B, T, T), True where a query attends."""
-    num_tokens = document_BT.shape[1]
-    causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=document_BT.device).tril()
-    return (document_BT[:, :, None] == document_BT[:, None, :]) & causal_TT
-
-
-def unroll_mask(prefix_BTT: Tensor, depth: int, sliding_window: int | None = None) -> Tensor:
-    """Return the attention mask of depth ``depth`` of a recursive unroll, equal to what decoding computes.
+class UnrollMask(NamedTuple):
+    """The attention mask of one depth of a recursive unroll, equal to what decoding computes.
 
     The keys are the depth-1 rows, then the depth-2 rows, and so on to ``depth``. The query of a draft that starts at
-    row t attends to the depth-1 rows up to t (built from true hidden states). Of each later depth it attends only to
-    its own start's row.
-
-    Args:
-        prefix_BTT: ``prefix_mask`` of the batch.
-        depth: 1-based depth of the queries; row t has position t + depth - 1.
-        sliding_window: How many positions a query attends to, its own included; None for all.
-
-    Returns:
-        bool, shape (B, T, depth * T), True where a query attends to a key.
+    row t attends to the depth-1 rows of its document up to t (built from true hidden states). Of each later depth it
+    attends only to its own start's row.
     """
-    own_TT = torch.eye(prefix_BTT.shape[1], dtype=torch.bool, device=prefix_BTT.device)
-    own_BTT = own_TT.expand_as(prefix_BTT)
-    if sliding_window is None:
-        return torch.cat([prefix_BTT] + [own_BTT] * (depth - 1), dim=-1)
-    near_TT = torch.ones_like(own_TT).triu(depth - sliding_window)
-    own = [own_BTT & (depth - earlier < sliding_window) for earlier in range(2, depth + 1)]
-    return torch.cat([prefix_BTT & near_TT, *own], dim=-1)
+
+    document_BT: Tensor
+    """int, document number of each row, ``PADDING_DOCUMENT`` on padding; the rows of a document are adjacent."""
+    depth: int
+    """1-based depth of the queries; row t has position t + depth - 1."""
+    sliding_window: int | None = None
+    """How many positions a query attends to, its own included; None for all."""
+
+    def first_key(self, start: int) -> int:
+        """Return the first depth-1 row to which a query at start row ``start`` or later attends, in any row."""
+        numbers_BT = self.document_BT
+        first = int((numbers_BT == numbers_BT[:, start, None]).any(0).int().argmax())
+        if self.sliding_window is None:
+            return first
+        return min(start, max(first, start + self.depth - self.sliding_window))
+
+    def of(self, start: int, end: int, first: int = 0) -> Tensor:
+        """Return the mask of the queries of some start rows.
+
+        Args:
+            start, end: The start rows are those from ``start`` up to ``end``, exclusive.
+            first: The first depth-1 row among the keys; the last is ``end - 1``.
+
+        Returns:
+            bool, shape (B, Q, S), True where a query attends to a key. The keys are the depth-1 rows, and for each
+            later depth the rows of the queries.
+        """
+        device = self.document_BT.device
+        rows_Q1, rows_S = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
+        seen_QS = rows_S <= rows_Q1
+        own_QQ = torch.eye(end - start, dtype=torch.bool, device=device)
+        own = [own_QQ] * (self.depth - 1)
+        if self.sliding_window is not None:
+            seen_QS &= rows_S >= rows_Q1 + (self.depth - self.sliding_window)
+            own = [own_QQ & (self.depth - earlier < self.sliding_window) for earlier in range(2, self.depth + 1)]
+        number_BQ, number_BS = self.document_BT[:, start:end], self.document_BT[:, first:end]
+        prefix_BQS = (number_BQ[:, :, None] == number_BS[:, None]) & seen_QS
+        return torch.cat([prefix_BQS, *(one.expand(len(prefix_BQS), -1, -1) for one in own)], dim=-1)
+
+    def whole(self) -> Tensor:
+        """Return the mask of all queries: bool, shape (B, T, depth * T)."""
+        return self.of(0, self.document_BT.shape[1])
 
 
 def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:
-    """Return the distance from each query back to each key of an ``unroll_mask``, in positions.
+    """Return the distance from each query back to each key of an :class:`UnrollMask`, in positions.
 
     Args:
-        mask_BTS: ``unroll_mask`` of the batch at ``depth``.
+        mask_BTS: Its ``whole`` at ``depth``.
 
     Returns:
         int64, shape (B, T, depth * T), -1 where a query does not attend to a key.

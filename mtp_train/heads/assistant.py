@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.families import Convention, Family
-from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_mask
+from mtp_train.heads.alignment import UnrollMask, input_tokens
 from mtp_train.heads.attention import HEAD_ATTENTION, without_cudnn_attention
 from mtp_train.heads.head import Head
 from mtp_train.heads.step import StepOutput
@@ -90,7 +90,7 @@ class AssistantHead(Head):
         embed_BTD: Tensor,
         *,
         keys: SharedKeys,
-        masks: Mapping[str, Tensor | None],
+        masks: Mapping[str, Tensor | UnrollMask | None],
         positions_BT: Tensor,
     ) -> StepOutput:
         """Run one depth.
@@ -131,9 +131,8 @@ class AssistantHead(Head):
     ) -> list[Tensor]:
         """See :meth:`mtp_train.heads.head.Head.unroll`; ``apart`` has no effect, as no depth attends to another."""
         hidden_BTD, keys = self._split(hidden_BTE.detach())
-        prefix_BTT = prefix_mask(document_BT)
         windows = {"full_attention": None, "sliding_attention": self.config.sliding_window}
-        masks = {kind: unroll_mask(prefix_BTT, 1, widened(window))[:, None] for kind, window in windows.items()}
+        masks = {kind: UnrollMask(document_BT, 1, widened(window)) for kind, window in windows.items()}
         run = partial(self.step, keys=keys, masks=masks, positions_BT=positions_BT)
         states = []
         for depth in range(1, num_depths + 1):

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mtp_train.heads.alignment import UnrollMask
+from mtp_train.heads.query_blocks import BLOCK_QUERIES, attend_in_blocks
 from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa_mask
 
 HEAD_ATTENTION = "mtp_masked"
-BLOCK_QUERIES = 128
-"""Queries that attend together on a CPU."""
 EAGER_KEYS = 1024
-"""Most keys of such a block whose scores a bf16 training step keeps for its backward pass."""
+"""Most keys of a block of queries whose scores a bf16 training step keeps for its backward pass."""
 _lock = threading.Lock()
 _inside = 0
 _enabled_before = True
@@ -74,20 +74,34 @@ class Extras(NamedTuple):
 
 
 def masked_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | UnrollMask | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' ``sdpa`` does, which fixes the arguments, with attention sinks and chosen keys.
 
     Args:
         query: Shape (B, H, T, width).
         key, value: Shape (B, key heads, S, width), each with a width of its own.
-        attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. Layers
-            that depend on distances get int64 from a cache of ours: the distance, or -1 where a query does not attend.
+        attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. The mask
+            of an unroll is built for some queries at a time. Layers that depend on distances get int64 from a cache of
+            ours: the distance, or -1 where a query does not attend.
         options: The fields of :class:`Extras`, and the arguments of ``sdpa``.
 
     Returns:
         Shape (B, T, H, width), and None for the attention weights.
     """
+    if isinstance(attention_mask, UnrollMask):
+        return _attend_in_unroll(module, query, key, value, attention_mask, **options), None
+    return _attend_by_mask(module, query, key, value, attention_mask, **options)
+
+
+def _attend_by_mask(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
     extras = Extras(*(options.pop(name, None) for name in Extras._fields))
     s_aux, softcap, position_bias, indices, block_indices = extras
     if attention_mask is None:
@@ -186,6 +200,24 @@ def _attend_in_blocks(
             blocks.append(found)
         rows.append(torch.cat(blocks, dim=1))
     return torch.cat(rows)
+
+
+def _attend_in_unroll(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: UnrollMask,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    # The backward pass calls it outside of the forward's contexts.
+    @without_cudnn_attention()
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        return _attend_by_mask(module, query, key, value, mask, s_aux=sinks, **options)[0]
+
+    plain = s_aux is None and options.get("softcap") is None
+    return attend_in_blocks(attend, query, key, value, mask, s_aux, float(options["scaling"]) if plain else None)
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, Unrolled
 from mtp_train.families.mechanisms.key_pools import UnrolledPools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.families.spec import HeadLayer
-from mtp_train.heads.alignment import input_tokens, prefix_mask, unroll_distances, unroll_mask
+from mtp_train.heads.alignment import UnrollMask, input_tokens, unroll_distances
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer, DynamicSlidingWindowLayer
 
@@ -66,7 +66,7 @@ def mtp_step(
     *,
     depth: int,
     positions_BT: Tensor,
-    mask_BTS: Tensor | None,
+    mask_BTS: Tensor | UnrollMask | None,
     cache: Cache | None,
 ) -> StepOutput:
     """Run one depth of the head.
@@ -77,8 +77,8 @@ def mtp_step(
         depth: 1-based depth; selects the module.
         positions_BT: int, row t of depth k has position t+k-1.
         mask_BTS: bool, True where a query attends to a key; None is plain causal attention (a single row attends to
-            every key). For a family with ``masks_of_distances`` and a cache: int64, the distance to each key, -1 where
-            a query does not attend.
+            every key). An ``UnrollMask`` is built for some queries at a time. For a family with ``masks_of_distances``
+            and a cache: int64, the distance to each key, -1 where a query does not attend.
         cache: Keys and values of earlier rows; the new ones are appended. None for a first and only depth.
 
     Returns:
@@ -92,7 +92,7 @@ def mtp_step(
     block_BTD = module.layer(
         fused_BTD,
         position_embeddings=_position_embeddings(head, depth, fused_BTD, positions_BT),
-        attention_mask=None if mask_BTS is None else mask_BTS[:, None],
+        attention_mask=mask_BTS[:, None] if isinstance(mask_BTS, Tensor) else mask_BTS,
         position_ids=positions_BT,
         **{CACHE: cache},
     )
@@ -160,7 +160,6 @@ def unroll(
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
-    prefix_BTT = prefix_mask(document_BT)
     apart = apart and head.chaining == "recursive"
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
@@ -174,7 +173,7 @@ def unroll(
         read_BT = positions_BT if apart else positions_BT + (depth - 1)
         inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
         unread = inputs[0 if head.chaining == "chained_drafts" else -1 :]
-        run = partial(_run_depth, head, depth, prefix_BTT)
+        run = partial(_run_depth, head, depth, document_BT)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
@@ -192,7 +191,7 @@ class _Inputs(NamedTuple):
 
 
 def _run_depth(
-    head: ModularHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache
+    head: ModularHead, depth: int, document_BT: Tensor, unread: Sequence[_Inputs], cache: Cache
 ) -> StepOutput:
     """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
@@ -200,9 +199,13 @@ def _run_depth(
         for layer in cache.layers:
             if isinstance(layer, _UnrolledKeys):
                 layer.keys_only = keys_only
-        mask_BTS = unroll_mask(prefix_BTT, rows.seen_depths, head.sliding_window(depth))
+        mask = UnrollMask(document_BT, rows.seen_depths, head.sliding_window(depth))
+        mask_BTS: Tensor | UnrollMask = mask
         if head.classes.masks_of_distances:
-            mask_BTS = unroll_distances(mask_BTS, rows.seen_depths)
+            mask_BTS = unroll_distances(mask.whole(), rows.seen_depths)
+        elif not all(isinstance(layer, _UnrolledKeys) for layer in cache.layers):
+            # Layers that choose keys read the mask of all queries.
+            mask_BTS = mask.whole()
         return mtp_step(
             head,
             rows.hidden_BTD,

@@ -380,7 +380,7 @@ def _choose_for_training(chosen: _Chosen, model: ModelFacts, tokens: int, told: 
 
     sequences = max(1, per_step // seq_len // model.world_size)
     most_tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
-    per_sequence = activation_bytes(memory_options(chosen.recipe), model.hidden_size, seq_len, seq_len)
+    per_sequence = activation_bytes(memory_options(chosen.recipe), model.hidden_size, seq_len, seq_len, model.device)
     fitting = int(ACTIVATION_SHARE * max(0, model.sharded_bytes) / per_sequence)
     most = max(1, min(most_tokens // seq_len, fitting))
     count = max(number for number in range(1, sequences + 1) if number <= most and sequences % number == 0)

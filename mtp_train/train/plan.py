@@ -19,6 +19,7 @@ from torch import Size
 from mtp_train.errors import RecipeError
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.lora import LoraSettings, is_target
+from mtp_train.heads.query_blocks import WHOLE_TOKENS
 from mtp_train.losses.chunked import CHUNK_ROWS, LOGIT_BYTES, chunk_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import held_dtype
@@ -29,6 +30,8 @@ _MASTER_BYTES = 4
 """Bytes of each of the head's weights, which are in fp32."""
 _STATE_BYTES = 16
 """Bytes per weight in a resume state: the weight, AdamW's two moments and the best head, in fp32."""
+_FP32_STATES, _COMPUTED_STATES = 11, 25
+"""Hidden-sized states per row and depth, in fp32 and in the dtype of the products."""
 NUM_HEADS = 2
 """Heads in memory while a run decodes: the retrained head and its baseline."""
 _STATES_AT_ONCE = 3
@@ -235,7 +238,12 @@ def estimate_footprint(
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
         activation_bytes=activation_bytes(
-            options, trunk.family.state_width(trunk.config), plan.micro_batch_tokens, plan.seq_len_tokens
+            options,
+            trunk.family.state_width(trunk.config),
+            plan.micro_batch_tokens,
+            plan.seq_len_tokens,
+            device.type,
+            keeps_masks=trunk.family.layer is not None and trunk.family.layer.reads_masks,
         ),
         decoding_bytes=on_device * (2 if device.type == "cpu" else 1) + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
@@ -248,15 +256,26 @@ def estimate_footprint(
     )
 
 
-def activation_bytes(options: MemoryOptions, hidden: int, rows: int, seq_len_tokens: int) -> int:
-    """Estimate the bytes that training keeps between forward and backward pass."""
-    depths = options.num_depths
-    # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
-    # and the keys and values are recomputed, one depth at a time.
-    states = 30 + 4 * depths if options.recompute else 30 * depths
-    # One number per row and key of each depth.
-    masks = rows * seq_len_tokens * depths * (depths + 1) // 2
-    return rows * hidden * 4 * states + masks
+def activation_bytes(
+    options: MemoryOptions, hidden: int, rows: int, seq_len_tokens: int, device: str, *, keeps_masks: bool = False
+) -> int:
+    """Estimate the bytes that training keeps between forward and backward pass.
+
+    Args:
+        device: torch's type of the device.
+        keeps_masks: Whether the head's layer reads masks of all queries, at any length.
+    """
+    depths, computed = options.num_depths, options.compute_dtype.itemsize
+    # The backward pass needs about 36 hidden-sized states per row and depth, of which 11 are in fp32. With
+    # checkpointing, all but six of these (the keys and values, and those around the loss) are recomputed, one depth at
+    # a time.
+    states = _FP32_STATES * 4 + _COMPUTED_STATES * computed
+    states = states + (4 + 5 * computed) * depths if options.recompute else states * depths
+    masks = 0
+    if keeps_masks or (device != "cpu" and seq_len_tokens <= WHOLE_TOKENS):
+        # torch keeps one number per row and key of each depth.
+        masks = rows * seq_len_tokens * depths * (depths + 1) // 2 * computed
+    return rows * hidden * states + masks
 
 
 def _converted_bytes(options: MemoryOptions, trunk: Trunk, held: int, vocab: int) -> int:

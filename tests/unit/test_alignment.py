@@ -8,9 +8,8 @@ from torch import Tensor
 
 from mtp_train.heads.alignment import (
     PADDING_DOCUMENT,
+    UnrollMask,
     input_tokens,
-    prefix_mask,
-    unroll_mask,
     valid_targets,
 )
 
@@ -55,20 +54,46 @@ def test_the_mask_speaks_of_the_target_not_of_the_start() -> None:
 
 
 def test_a_prefix_ends_at_the_documents_border() -> None:
-    mask_BTT = prefix_mask(row([0, 0, 0, 1, 1, PADDING_DOCUMENT]))
+    mask_BTT = UnrollMask(row([0, 0, 0, 1, 1, PADDING_DOCUMENT]), 1).whole()
     assert seen(mask_BTT[0]) == ["x.....", "xx....", "xxx...", "...x..", "...xx.", ".....x"]
 
 
 def test_a_depth_sees_the_true_prefix_and_then_its_own_rows_only() -> None:
-    prefix_BTT = prefix_mask(row([0, 0, 0, 1]))
-    assert seen(unroll_mask(prefix_BTT, 1)[0]) == ["x...", "xx..", "xxx.", "...x"]
-    assert seen(unroll_mask(prefix_BTT, 3)[0]) == ["x...x...x...", "xx...x...x..", "xxx...x...x.", "...x...x...x"]
+    document_BT = row([0, 0, 0, 1])
+    assert seen(UnrollMask(document_BT, 1).whole()[0]) == ["x...", "xx..", "xxx.", "...x"]
+    assert seen(UnrollMask(document_BT, 3).whole()[0]) == [
+        "x...x...x...",
+        "xx...x...x..",
+        "xxx...x...x.",
+        "...x...x...x",
+    ]
 
 
-def test_a_sliding_window_counts_positions_and_not_rows() -> None:
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (1, ["x..", "xx.", ".xx"]),
+        (2, ["x..x..", ".x..x.", "..x..x"]),
+        (3, ["...x..x..", "....x..x.", ".....x..x"]),
+    ],
+)
+def test_a_sliding_window_counts_positions_and_not_rows(depth: int, expected: list[str]) -> None:
     """Depth k of start t stands at t + k - 1: with a window of 2 depth 2 sees the last true row, depth 3 no more."""
-    prefix_BTT = prefix_mask(torch.zeros(1, 3, dtype=torch.long))
-    assert seen(unroll_mask(prefix_BTT, 1, 2)[0]) == ["x..", "xx.", ".xx"]
-    assert seen(unroll_mask(prefix_BTT, 2, 2)[0]) == ["x..x..", ".x..x.", "..x..x"]
-    assert seen(unroll_mask(prefix_BTT, 3, 2)[0]) == ["...x..x..", "....x..x.", ".....x..x"]
-    assert torch.equal(unroll_mask(prefix_BTT, 3, 9), unroll_mask(prefix_BTT, 3))
+    document_BT = torch.zeros(1, 3, dtype=torch.long)
+    assert seen(UnrollMask(document_BT, depth, 2).whole()[0]) == expected
+    assert torch.equal(UnrollMask(document_BT, depth, 9).whole(), UnrollMask(document_BT, depth).whole())
+
+
+@pytest.mark.parametrize("window", [None, 2, 3])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_queries_of_a_block_attend_to_no_key_outside_of_it(depth: int, window: int | None) -> None:
+    """The keys of a block are depth-1 rows from its first key on, and its own rows of each later depth."""
+    mask, size = UnrollMask(row(DOCUMENT), depth, window), len(DOCUMENT)
+    whole_TS = mask.whole()[0]
+    for start, end in ((0, 4), (4, 7), (7, 10)):
+        first = mask.first_key(start)
+        keys = [*range(first, end), *(own * size + key for own in range(1, depth) for key in range(start, end))]
+        expected_QS = whole_TS[start:end]
+        assert torch.equal(mask.of(start, end, first)[0], expected_QS[:, keys])
+        assert expected_QS.sum() == expected_QS[:, keys].sum()
+    assert UnrollMask(row(DOCUMENT), 1).first_key(6) == 5

@@ -1,0 +1,231 @@
+"""Compute the attention of a training unroll for some queries at a time, in memory that is linear in a row's length.
+
+Each block of queries has a mask of its own, built from document numbers, and reads the keys that one of them attends
+to. The backward pass makes mask and keys again, and sums the gradients of all blocks in one tensor: what autograd
+would keep of each block is together as large as the whole mask, and as all keys for every block.
+
+Shapes: B rows, R rows of a block, T tokens, Q queries of a block, S keys, H heads, J key heads, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtp_train.heads.alignment import UnrollMask
+from mtp_train.upstream.torch_private import cpu_attention, cpu_attention_gradients
+
+BLOCK_QUERIES = 128
+"""Queries of a block on a CPU, where the rows of a batch attend one after the other. torch's kernel computes the scores
+that a mask removes, too: of packed documents and of an unroll (where a query attends to one key of each later depth)
+these are most."""
+DEVICE_QUERIES, WHOLE_TOKENS = 1024, 4096
+"""Queries of a block on other devices, and the longest rows there that attend as a whole."""
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""Query (R, H, Q, W), keys and values (R, J, S, W), bool mask (R, 1, Q, S) and attention sinks (H,) to the output (R,
+Q, H, W)."""
+
+
+class _Block(NamedTuple):
+    """Queries that attend together."""
+
+    rows: slice
+    start: int
+    end: int
+    first: int
+    """The first of the depth-1 keys; the last is ``end - 1``."""
+    mask: UnrollMask
+    """Of the block's rows."""
+
+    def seen(self) -> Tensor:
+        """Return the block's mask, (R, 1, Q, S)."""
+        return self.mask.of(self.start, self.end, self.first)[:, None]
+
+    def queries(self, whole_BHTW: Tensor) -> Tensor:
+        return whole_BHTW[self.rows, :, self.start : self.end]
+
+    def parts(self, whole_BJSW: Tensor) -> list[Tensor]:
+        """Return views of the block's keys, one for each depth."""
+        num_tokens = self.mask.document_BT.shape[1]
+        later = range(num_tokens, whole_BJSW.shape[2], num_tokens)
+        spans = [(self.first, self.end), *((own + self.start, own + self.end) for own in later)]
+        return [whole_BJSW[self.rows, :, first:end] for first, end in spans]
+
+    def keys(self, whole_BJSW: Tensor) -> Tensor:
+        return torch.cat(self.parts(whole_BJSW), dim=2)
+
+    def add(self, found_RJSW: Tensor, whole_BJSW: Tensor) -> None:
+        """Add the gradient of the block's keys to that of all keys."""
+        parts = self.parts(whole_BJSW)
+        for part, own in zip(parts, found_RJSW.split([one.shape[2] for one in parts], dim=2), strict=True):
+            part.add_(own)
+
+
+def attend_in_blocks(
+    attend: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: UnrollMask,
+    sinks: Tensor | None,
+    plain: float | None,
+) -> Tensor:
+    """Attend from every row of an unroll. Shape (B, T, H, W).
+
+    Args:
+        key, value: Those of every depth's rows, one depth after the other.
+        plain: The scaling of attention that a kernel computes; None if only ``attend`` does.
+    """
+    device, (num_rows, _, num_tokens, _) = query.device.type, query.shape
+    on_cpu = device == "cpu"
+    if num_tokens <= (BLOCK_QUERIES if on_cpu else WHOLE_TOKENS):
+        return attend(query, key, value, mask.whole()[:, None], sinks)
+    if torch.is_autocast_enabled(device):
+        query, key, value = (one.to(torch.get_autocast_dtype(device)) for one in (query, key, value))
+    size = BLOCK_QUERIES if on_cpu else DEVICE_QUERIES
+    blocks = []
+    for rows in [slice(row, row + 1) for row in range(num_rows)] if on_cpu else [slice(None)]:
+        own = mask._replace(document_BT=mask.document_BT[rows])
+        for start in range(0, num_tokens, size):
+            # Other devices would have to be waited for.
+            first = own.first_key(start) if on_cpu else 0
+            blocks.append(_Block(rows, start, min(start + size, num_tokens), first, own))
+    if on_cpu and plain is not None and key.shape[-1] == value.shape[-1]:
+        found: Tensor = _OnCpu.apply(query, key, value, blocks, plain)
+    else:
+        found = _Recomputed.apply(query, key, value, sinks, blocks, attend)
+    return found
+
+
+class _Recomputed(torch.autograd.Function):
+    """Attention that the backward pass computes a second time, on any device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: list[_Block],
+        attend: Attention,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.blocks, ctx.attend = blocks, attend
+        output_BTHW = _output_for(query, value)
+        for block in blocks:
+            given = block.queries(query), block.keys(key), block.keys(value), block.seen(), sinks
+            output_BTHW[block.rows, block.start : block.end] = attend(*given)
+        return output_BTHW
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHW: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks = ctx.saved_tensors
+        gradients = _zeros_for(query, key, value)
+        of_sinks = None if sinks is None else torch.zeros_like(sinks)
+        for block in ctx.blocks:
+            given = [
+                one.detach().requires_grad_() for one in (block.queries(query), block.keys(key), block.keys(value))
+            ]
+            own = None if sinks is None else sinks.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.attend(*given, block.seen(), own)
+            grad = grad_BTHW[block.rows, block.start : block.end]
+            found = torch.autograd.grad(output, given if own is None else [*given, own], grad)
+            _add(block, found, gradients)
+            if of_sinks is not None:
+                of_sinks += found[3]
+        return *gradients, of_sinks, None, None
+
+
+class _OnCpu(torch.autograd.Function):
+    """Attention with torch's kernel for CPUs, which returns the softmax denominators that its backward pass needs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[_Block], scaling: float) -> Tensor:
+        output_BTHW = _output_for(query, value)
+        logs_BHT = query.new_empty(query.shape[:3], dtype=torch.float32)
+        for block in blocks:
+            keys, values = (_repeated(block.keys(one), query) for one in (key, value))
+            output, logs = cpu_attention(block.queries(query), keys, values, _bias(block, query), scaling)
+            output_BTHW[block.rows, block.start : block.end] = output.transpose(1, 2)
+            block.queries(logs_BHT).copy_(logs)
+        ctx.save_for_backward(query, key, value, output_BTHW, logs_BHT)
+        ctx.blocks, ctx.scaling = blocks, scaling
+        return output_BTHW
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHW: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output_BTHW, logs_BHT = ctx.saved_tensors
+        gradients = _zeros_for(query, key, value)
+        output_BHTW, grad_BHTW = output_BTHW.transpose(1, 2), grad_BTHW.transpose(1, 2)
+        for block in ctx.blocks:
+            inputs = block.queries(query), block.keys(key), block.keys(value)
+            bias, grad = _bias(block, query), block.queries(grad_BHTW)
+            if query.dtype == torch.float32:
+                outputs = block.queries(output_BHTW), block.queries(logs_BHT)
+                found = _kernel_gradients(grad, inputs, outputs, bias, ctx.scaling)
+            else:
+                found = _product_gradients(grad, inputs, bias, ctx.scaling)
+            _add(block, found, gradients)
+        return *gradients, None, None
+
+
+def _kernel_gradients(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, Tensor], bias: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = inputs
+    repeated = query, _repeated(key, query), _repeated(value, query)
+    of_query, *of_repeated = cpu_attention_gradients(grad, repeated, outputs, bias, scaling)
+    of_key, of_value = (one.unflatten(1, (key.shape[1], -1)).sum(2) for one in of_repeated)
+    return of_query, of_key, of_value
+
+
+def _product_gradients(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients in single products: in bf16 the backward pass of torch's kernel takes twice as long."""
+    query, key, value = inputs
+    # The heads that share a key are rows of one product.
+    query_JPW, grad_JPW = (one.reshape(key.shape[1], -1, one.shape[-1]) for one in (query, grad))
+    key_JSW, value_JSW = key[0], value[0]
+    group = query.shape[1] // key.shape[1]
+    scores_JPS = torch.baddbmm(bias[0].repeat(1, group, 1), query_JPW, key_JSW.transpose(1, 2), alpha=scaling)
+    with torch.enable_grad():
+        scores_JPS.requires_grad_()
+        weights_JPS = scores_JPS.softmax(dim=-1)
+    (of_scores_JPS,) = torch.autograd.grad(weights_JPS, scores_JPS, grad_JPW @ value_JSW.transpose(1, 2))
+    of_scores_JPS *= scaling
+    of_key = of_scores_JPS.transpose(1, 2) @ query_JPW
+    return (
+        (of_scores_JPS @ key_JSW).view(query.shape),
+        of_key[None],
+        (weights_JPS.detach().transpose(1, 2) @ grad_JPW)[None],
+    )
+
+
+def _bias(block: _Block, query: Tensor) -> Tensor:
+    return torch.where(block.seen(), 0.0, -torch.inf).to(query.dtype)
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def _output_for(query: Tensor, value: Tensor) -> Tensor:
+    num_rows, num_heads, num_tokens, _ = query.shape
+    return value.new_empty(num_rows, num_tokens, num_heads, value.shape[-1])
+
+
+def _zeros_for(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.zeros_like, inputs))
+
+
+def _add(block: _Block, found: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    block.queries(gradients[0]).copy_(found[0])
+    for own, whole in zip(found[1:3], gradients[1:], strict=True):
+        block.add(own, whole)
