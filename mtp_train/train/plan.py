@@ -237,14 +237,7 @@ def estimate_footprint(
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
-        activation_bytes=activation_bytes(
-            options,
-            trunk.family.state_width(trunk.config),
-            plan.micro_batch_tokens,
-            plan.seq_len_tokens,
-            device.type,
-            keeps_masks=trunk.family.layer is not None and trunk.family.layer.reads_masks,
-        ),
+        activation_bytes=_activations_on(trunk, options, plan, device),
         decoding_bytes=on_device * (2 if device.type == "cpu" else 1) + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(options, trunk, held, vocab)
@@ -254,6 +247,13 @@ def estimate_footprint(
         loading_bytes=loading,
         state_bytes=trunk.state_width * options.compute_dtype.itemsize,
     )
+
+
+def _activations_on(trunk: Trunk, options: MemoryOptions, plan: Plan, device: torch.device) -> int:
+    width, layer = trunk.family.state_width(trunk.config), trunk.family.layer
+    keeps_masks = layer is not None and layer.reads_masks
+    rows, length = plan.micro_batch_tokens, plan.seq_len_tokens
+    return activation_bytes(options, width, rows, length, device.type, keeps_masks=keeps_masks)
 
 
 def activation_bytes(

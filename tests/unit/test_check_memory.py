@@ -121,7 +121,7 @@ def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe:
     for arguments in needed.fitting:
         assert fits(recipe, arguments, "24GiB"), arguments
     assert planned(recipe, 1, "32GiB").fitting == {}
-    found = planned(recipe, 2, "12GiB")
+    found = planned(recipe, 2, "11GiB")
     assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
     assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting
 
