@@ -18,6 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from mtp_train.families import Convention, Family
 from mtp_train.families.kinds.kind import Block
+from mtp_train.families.models.attached import keep_dynamic_frequencies
 from mtp_train.heads import step
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.experts import GROUPED_EXPERTS
@@ -100,6 +101,7 @@ class MtpHead(Head):
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         rotary = self.classes.rotary
         self.rotary = None if rotary is None else self.classes.cls(self.classes.prefix + rotary)(config=self.config)
+        keep_dynamic_frequencies(self.rotary)
         self.rotary_takes_layer_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )

@@ -47,6 +47,7 @@ from mtp_train.checkpoints.quantised import (
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Family
+from mtp_train.families.models.attached import keep_trained_length
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
@@ -131,6 +132,7 @@ class Trunk(Ends):
         if not is_view:
             self.listen()
             family.trunk.prepare(self.decoder)
+            keep_trained_length(self.decoder)
             choose_kernels(sys.modules[type(self.decoder).__module__], family.trunk.recurrent)
 
     def offload_layers(self, device: torch.device) -> None:

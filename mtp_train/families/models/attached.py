@@ -10,6 +10,7 @@ trunk's layers.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -157,8 +158,33 @@ def keep_short_factors(decoder: Any) -> None:
         return
     # transformers computes the set for long texts from this config, at the first forward.
     decoder.rotary_emb.config = short_factors(decoder.config)
-    limit = int(rope["original_max_position_embeddings"])
+    _refuse_longer(decoder, int(rope["original_max_position_embeddings"]), "original_max_position_embeddings")
 
+
+def keep_dynamic_frequencies(rotary: Any) -> bool:
+    """Fix the frequencies of a rotary embedding that scales them with the length of a text (``dynamic``).
+
+    transformers chooses them by the last position of a forward, as with LongRoPE above, and scales none up to the
+    trained length.
+
+    Returns:
+        Whether it is such an embedding.
+    """
+    kinds = getattr(rotary, "rope_type", None)
+    is_dynamic = "dynamic" in (kinds.values() if isinstance(kinds, dict) else (kinds,))
+    if is_dynamic:
+        # It scales beyond the first, and goes back below the second.
+        rotary.max_seq_len_cached = rotary.original_max_seq_len = sys.maxsize
+    return is_dynamic
+
+
+def keep_trained_length(decoder: Any) -> None:
+    """Fix a trunk's frequencies if they are dynamic, and make its forward raise for texts beyond the trained length."""
+    if keep_dynamic_frequencies(getattr(decoder, "rotary_emb", None)):
+        _refuse_longer(decoder, int(decoder.config.max_position_embeddings), "max_position_embeddings")
+
+
+def _refuse_longer(decoder: Any, limit: int, field: str) -> None:
     def refuse_longer(_decoder: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
         num_tokens, cache = given["input_ids"].shape[1], given.get(CACHE)
         # get_mask_sizes returns the number of keys and the first position without a device synchronisation. Their sum
@@ -167,7 +193,7 @@ def keep_short_factors(decoder: Any) -> None:
         # A window that begins within the limit may end beyond it: its last tokens may be drafts that are rejected.
         if last - num_tokens >= limit or num_tokens > limit:
             raise UnsupportedModelError(
-                f"trunk: a text of up to {last} tokens; expected at most {limit} (original_max_position_embeddings): "
+                f"trunk: a text of up to {last} tokens; expected at most {limit} ({field}): "
                 "beyond it this model has other rotary frequencies. Shorten prompts, max_new_tokens or "
                 "data.seq_len_tokens."
             )
