@@ -87,7 +87,8 @@ class TrunkArms:
     store: Store | None = None
     """Holds records of an interrupted study, which are not decoded again, and receives the new ones."""
     seq_len_tokens: int = 8192
-    """Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end."""
+    """Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end. Prompts of a given
+    context are measured with their whole answers."""
     dense_tokens: int | None = None
     """Most tokens of these texts; None for no limit."""
 
@@ -95,6 +96,12 @@ class TrunkArms:
         """Return how many of these prompts to decode together."""
         longest = max(len(one.prompt_ids) for one in prompts) + self.max_new_tokens
         return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
+
+    def text_tokens(self, prompts: Sequence[Prompt], context_tokens: int | None) -> int:
+        """Return the longest text for teacher-forced metrics of the prompts of a context."""
+        if context_tokens is None:
+            return self.seq_len_tokens
+        return max(self.seq_len_tokens, max(len(one.prompt_ids) for one in prompts) + self.max_new_tokens)
 
     def lanes(self, settings: Iterable[Setting]) -> list[Lane]:
         return [(arm, setting) for setting in settings for arm in self.drafting]
@@ -218,7 +225,7 @@ def _dense(
                 texts,
                 depth,
                 one.temperature,
-                arms.seq_len_tokens,
+                arms.text_tokens(prompts[one.context_tokens], one.context_tokens),
                 arms.dense_tokens,
             )
             for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}")

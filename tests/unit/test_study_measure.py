@@ -170,3 +170,15 @@ def test_replayed_rounds_are_those_of_decoding() -> None:
             assert len(theirs.accepted) - len(mine.accepted) <= setting.depth + 1
             assert mine.token_ids == theirs.token_ids[: 1 + len(mine.accepted) + sum(mine.accepted)]
         assert sum(sum(one.accepted) for one in found) > 0.3 * sum(sum(one.drafted) for one in found)
+
+
+@pytest.mark.parametrize("context", [None, 10])
+def test_teacher_forced_metrics_of_a_context_cover_the_answers_of_longer_texts(
+    context: int | None, trunk: Trunk, drafting: dict[str, Drafting]
+) -> None:
+    """Without a context, texts are cut at 8 tokens: 3, 1 and none of the answers' are left beside the prompts."""
+    arms = arms_of(trunk, drafting, 6, seq_len_tokens=8)
+    setting = Setting(0.0, context, 1, "greedy")
+    _, head, _ = measure_trunk(arms, {context: prompts()}, [setting], Progress(disable=True))
+    (rows,) = head.dense.values()
+    assert int(rows.valid_KN[0].sum()) == (3 + 1 if context is None else 3 * 6)
