@@ -66,7 +66,7 @@ _AXES = {
     "task": _TASK_COLUMNS,
     "setting": (*_TASK_COLUMNS, "speedup [95 %]"),
     "drafts": ("prompts", "tau [95 %]", "groups", "tau needed", "round", "speedup [95 %]", "pays"),
-    "context": ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup [95 %]"),
+    "context": (*_TASK_COLUMNS, "prompt tokens", "prefill", "speedup [95 %]"),
 }
 """Columns of the tables along an axis of the grid, by the heading of its points."""
 

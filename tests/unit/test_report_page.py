@@ -132,4 +132,5 @@ def test_tables_of_a_study_are_slices_at_the_headline() -> None:
     assert "temperature 0.6, sampled drafts" in section(PAGE, "By temperature")
     assert re.findall(r"\d drafts?\b", section(PAGE, "By depth")) == ["1 draft", "2 drafts", "3 drafts", "5 drafts"]
     assert "2,048" in section(PAGE, "By context")
+    assert all(word in section(PAGE, "By context") for word in ("overlap", "entropy"))
     assert "All 756 cells are in acceptance.csv" in PAGE
