@@ -145,13 +145,13 @@ def late_positions(trunk: Trunk, every: int = 1) -> Fault:
 
 def sees_one_later_token(patch: pytest.MonkeyPatch) -> None:
     """Let each row of a verify window attend to the next token's key."""
-    places = Window._places
+    places = Window.places
 
     def wider(window: Window, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         seen_by_B1T1, held_B11S = places(window, *args, **kwargs)
         return seen_by_B1T1 + int(window.num_tokens > 1 and not window.is_fresh), held_B11S
 
-    patch.setattr(Window, "_places", wider)
+    patch.setattr(Window, "places", wider)
 
 
 def sees_a_rejected_key(patch: pytest.MonkeyPatch) -> None:

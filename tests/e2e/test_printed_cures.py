@@ -231,9 +231,9 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
 def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(tmp_path: Path, capfd: Capture) -> None:
     inputs = write_inputs(tmp_path / "in")
     pair = ["--trunk", str(inputs / "finetune"), "--base", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
-    assert main(["init", "my.yaml", *pair, "--device", "0.006GiB"]) == 0
-    assert capfd.readouterr().out.endswith("on a GPU of 0.006 GiB.\nnext: mtp-train check my.yaml --device 0.006GiB\n")
-    planned = ["check", "my.yaml", "--processes", "2", "--device", "0.006GiB"]
+    assert main(["init", "my.yaml", *pair, "--device", "0.0067GiB"]) == 0
+    assert capfd.readouterr().out.endswith("on a GPU of 0.0067 GiB.\nnext: mtp-train check my.yaml --device 0.0067GiB\n")
+    planned = ["check", "my.yaml", "--processes", "2", "--device", "0.0067GiB"]
     assert main(planned) == 2
     first, _, *lines = capfd.readouterr().out.splitlines()
     assert first.startswith("does not fit: ")
