@@ -481,8 +481,11 @@ def _inspect_dspark(checkpoint: Checkpoint, progress: Progress) -> Inspection:
 
 
 def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
-    """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both."""
-    diagnosis, name = diagnose_draft(draft), draft.kind.name
+    """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both.
+
+    A damaged draft model gets the damage as the reason of every engine.
+    """
+    checkpoint, diagnosis = draft.checkpoint, diagnose_draft(draft)
     problem = values_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
@@ -492,48 +495,19 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         serves = dict.fromkeys(parts.engines(""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
         depth = parts.most_drafts(draft.config) or SUGGESTED_DEPTH
-        serves = engine_commands(draft.family(of_trunk).serving, str(draft.checkpoint.path), depth)
+        serves = engine_commands(draft.family(of_trunk).serving, str(checkpoint.path), depth)
     if draft.borrows_output and draft.format.is_in_gguf:
         serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}
         if draft.config.get("draft_vocab_size") is not None:
             serves |= {"sglang": "no: uses the trunk's lm_head only without draft_vocab_size in config.json"}
-    return _inspect_drafter(
-        draft.checkpoint,
-        diagnosis,
-        progress,
-        family=name,
-        serves=serves,
-        problems=() if problem is None else (problem,),
-        unsupported=draft.unsupported,
-        note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}"
-        f"{parts.details(draft.config) if diagnosis.complete else ''}",
-    )
-
-
-def _inspect_drafter(
-    checkpoint: Checkpoint,
-    diagnosis: HeadDiagnosis,
-    progress: Progress,
-    *,
-    family: str,
-    serves: Mapping[str, str],
-    note: str,
-    problems: tuple[str, ...] = (),
-    unsupported: str | None = None,
-) -> Inspection:
-    """Return the inspection of a checkpoint that drafts for a trunk and holds none.
-
-    A damaged drafter gets the damage as the reason of every engine in ``serves``. ``unsupported`` tells why a whole one
-    cannot be decoded with here.
-    """
     files = _of_files(checkpoint, None, progress)
-    problems = (*problems, *_not_finite(files["non_finite_keys"]))
+    problems = (*filter(None, [problem]), *_not_finite(files["non_finite_keys"]))
     whole = diagnosis.complete and not problems
     reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
-    refusal = problems[0] if problems else unsupported
+    refusal = problems[0] if problems else draft.unsupported
     return Inspection(
         **files,
-        family=family,
+        family=draft.kind.name,
         status="partial" if not diagnosis.complete else "damaged" if problems else "healthy",
         head=diagnosis,
         problems=problems,
@@ -542,7 +516,9 @@ def _inspect_drafter(
         runs_here=f"mtp-train generate TRUNK --head {shlex.quote(str(checkpoint.path))} --prompt Hello"
         if refusal is None
         else f"no: {refusal}",
-        note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}"
+        f"{parts.details(draft.config) if diagnosis.complete else ''}, not a checkpoint with a head; TRUNK is a "
+        "placeholder for its trunk",
     )
 
 
