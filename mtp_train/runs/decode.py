@@ -129,9 +129,8 @@ def generate(
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
     texts = [prompts] if isinstance(prompts, str) else prompts
-    asked = _asked(max_new_tokens, sampling, mtp, depth)
-    given = _given(checkpoint, head, adapter, chat, chat_template_kwargs, draft_sampling)
-    opened = _Opened(asked, given, progress or quiet_progress())
+    request = _asked(max_new_tokens, sampling, mtp, depth)
+    opened = _Opened(checkpoint, head, adapter, chat, chat_template_kwargs, draft_sampling, request, progress)
     contents = [[{"role": "user", "content": text}] if chat else text for text in texts]
     tokens = [opened.tokens(content, f"--prompt {number}") for number, content in enumerate(contents, start=1)]
     return opened.decode(tokens, on_text)
@@ -158,9 +157,8 @@ def converse(
         turns: The user's messages; the next one is taken after an answer. The arguments beside it are those of
             :func:`generate`.
     """
-    asked = _asked(max_new_tokens, sampling, mtp, depth)
-    given = _given(checkpoint, head, adapter, True, chat_template_kwargs, draft_sampling)
-    opened = _Opened(asked, given, progress or quiet_progress())
+    request = _asked(max_new_tokens, sampling, mtp, depth)
+    opened = _Opened(checkpoint, head, adapter, True, chat_template_kwargs, draft_sampling, request, progress)
     messages: list[dict[str, str]] = []
     for number, turn in enumerate(turns, start=1):
         messages.append({"role": "user", "content": turn})
@@ -177,37 +175,35 @@ def _asked(max_new_tokens: int, sampling: Sampling | None, mtp: MtpMode, depth: 
     )
 
 
-def _given(
-    checkpoint: str | Path,
-    head: str | Path | None,
-    adapter: str | Path | None,
-    chat: bool,
-    variables: Mapping[str, Any] | None,
-    draft_sampling: DraftSampling,
-) -> dict[str, Any]:
-    """Return the other settings, which the result repeats."""
-    return {
-        "checkpoint": str(checkpoint),
-        "head": head and str(head),
-        "adapter": adapter and str(adapter),
-        "chat": chat,
-        "chat_template_kwargs": dict(variables or {}),
-        "draft_sampling": draft_sampling,
-    }
-
-
 class _Opened:
-    """A checkpoint and its tokenizer, and the settings of every request."""
+    """A checkpoint and its tokenizer, and the settings of every request, which the result repeats."""
 
-    def __init__(self, asked: Request, given: Mapping[str, Any], progress: Progress) -> None:
-        self.asked, self.given = asked, given
-        head, self.variables = given["head"], given["chat_template_kwargs"]
-        if self.variables and not given["chat"]:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        head: str | Path | None,
+        adapter: str | Path | None,
+        chat: bool,
+        variables: Mapping[str, Any] | None,
+        draft_sampling: DraftSampling,
+        asked: Request,
+        progress: Progress | None,
+    ) -> None:
+        self.asked, self.variables = asked, dict(variables or {})
+        self.given: dict[str, Any] = {
+            "checkpoint": str(checkpoint),
+            "head": head and str(head),
+            "adapter": adapter and str(adapter),
+            "chat": chat,
+            "chat_template_kwargs": self.variables,
+            "draft_sampling": draft_sampling,
+        }
+        if self.variables and not chat:
             raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
         # Depth 0 needs no head.
-        own = OWN if head is None and asked.depth else head
-        self.model = open_model(given["checkpoint"], own, adapter=given["adapter"])
-        require_sound([self.model], progress)
+        own = OWN if head is None and asked.depth else self.given["head"]
+        self.model = open_model(self.given["checkpoint"], own, adapter=self.given["adapter"])
+        require_sound([self.model], progress or quiet_progress())
         self.device = local_device()
         if self.device.type == "cpu":
             use_threads(self.model.checkpoint.text_config)
