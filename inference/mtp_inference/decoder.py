@@ -155,7 +155,7 @@ class SpeculativeDecoder:
         """
         name = str(head) if head is not None else OWN if depth else None
         model = open_model(str(checkpoint), name, adapter=None if adapter is None else str(adapter))
-        require_whole_trunk(model.checkpoint, model.family)
+        require_whole_trunk(model.checkpoint)
         found = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         return cls.from_open_model(
             model,

@@ -96,7 +96,7 @@ class OpenModel:
         return load_trunk(
             self.checkpoint.path,
             self.family,
-            dtype=dtype or trunk_dtype(self.checkpoint, self.family, device),
+            dtype=dtype or trunk_dtype(self.checkpoint, device),
             device=device,
             adapter=self.adapter,
             quantization=self.quantization,

@@ -160,10 +160,10 @@ def require_sound(models: Collection[OpenModel], progress: Progress) -> None:
     Raises:
         CheckpointError: A tensor is missing, or has a NaN or an infinite value.
     """
-    trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    for checkpoint, family in trunks.values():
-        require_whole_trunk(checkpoint, family)
-    for checkpoint, _ in trunks.values():
+    trunks = {one.checkpoint.path: one.checkpoint for one in models}
+    for checkpoint in trunks.values():
+        require_whole_trunk(checkpoint)
+    for checkpoint in trunks.values():
         require_finite_checkpoint(checkpoint, progress)
 
 

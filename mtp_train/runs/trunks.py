@@ -233,8 +233,7 @@ def _build(
 
 def _held_dtype(run: RunContext, asked: str | None = None) -> torch.dtype:
     """Return the dtype in which a run holds the trunk's weights, as its recipe says or as asked for."""
-    recipe, finetune, accelerator = run.recipe, run.inputs.finetune, run.accelerator
-    return trunk_dtype(finetune, finetune.family, accelerator.device, asked or recipe.model.dtype)
+    return trunk_dtype(run.inputs.finetune, run.accelerator.device, asked or run.recipe.model.dtype)
 
 
 def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:

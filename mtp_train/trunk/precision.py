@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
-from mtp_train.families import Family
 from mtp_train.heads.diagnose import stored_dtype
 from mtp_train.upstream.transformers_private import kept_in_fp32
 
@@ -109,10 +108,10 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
     return torch.float32 if fits else stored
 
 
-def trunk_dtype(checkpoint: Checkpoint, family: Family, device: torch.device, asked: str = "auto") -> torch.dtype:
+def trunk_dtype(checkpoint: Checkpoint, device: torch.device, asked: str = "auto") -> torch.dtype:
     """Return the dtype in which the trunk of a checkpoint is held, see :func:`held_dtype`."""
     num_weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    return held_dtype(asked, TORCH_DTYPES[stored_dtype(checkpoint, family)], num_weights, device)
+    return held_dtype(asked, TORCH_DTYPES[stored_dtype(checkpoint)], num_weights, device)
 
 
 def main_memory_bytes() -> int:

@@ -24,7 +24,6 @@ from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
-from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import as_plain, empty_trunk
 from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
@@ -88,11 +87,7 @@ def holds_trunk(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def require_whole_trunk(
-    checkpoint: Checkpoint,
-    family: Family | None = None,
-    *,
-    trust_remote_code: bool = False,
-    adapter_beside: bool = False,
+    checkpoint: Checkpoint, *, trust_remote_code: bool = False, adapter_beside: bool = False
 ) -> None:
     """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
 
@@ -102,7 +97,7 @@ def require_whole_trunk(
     if not adapter_beside:
         refuse_embedded_adapter(checkpoint.path)
     quantised.require_declared(checkpoint)
-    found = diagnose_trunk(checkpoint, family, trust_remote_code=trust_remote_code)
+    found = diagnose_trunk(checkpoint, trust_remote_code=trust_remote_code)
     problems = found.problems
     if found.untied is not None:
         raise CheckpointError(
@@ -116,16 +111,13 @@ def require_whole_trunk(
         )
 
 
-def diagnose_trunk(
-    checkpoint: Checkpoint, family: Family | None = None, *, trust_remote_code: bool = False
-) -> TrunkDiagnosis:
+def diagnose_trunk(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> TrunkDiagnosis:
     """Compare the stored tensors of a trunk with the parameters that transformers would load for its config.
 
     A trunk that the installed transformers cannot build is not compared, and neither is one with packed weights: their
     shapes do not show what they unpack to.
     """
-    family = family or checkpoint.family
-    layout = layout_of(checkpoint, family)
+    layout = layout_of(checkpoint)
     tensors = {key: info for key, info in checkpoint.tensors.items() if not layout.is_head_key(key)}
     if undeclared := quantised.undeclared_weights(checkpoint):
         return TrunkDiagnosis(
@@ -140,10 +132,10 @@ def diagnose_trunk(
     plain = _plain_weights(tensors)
     # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
     with without_deepspeed():
-        model = None if plain is None else _model_without_weights(checkpoint, family, trust_remote_code)
+        model = None if plain is None else _model_without_weights(checkpoint, trust_remote_code)
         if plain is None or model is None:
             return TrunkDiagnosis(dtype_errors=dtype_errors, misread_keys=misread)
-        missing, misshapen = _match(checkpoint, family, model, plain)
+        missing, misshapen = _match(checkpoint, model, plain)
     if quantised.quant_method(checkpoint.config) is None:
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
@@ -186,8 +178,9 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], plain: Iterable[str], mode
     ]
 
 
-def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_code: bool) -> Any | None:
+def _model_without_weights(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
+    family = checkpoint.family
     try:
         _ = family.classes
         config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)
@@ -208,17 +201,15 @@ def _plain_weights(tensors: Mapping[str, TensorInfo]) -> list[str] | None:
     return [key for key, weight in parts.items() if weight is None and not quantised.is_scale(key, tensors)]
 
 
-def _match(
-    checkpoint: Checkpoint, family: Family, model: Any, plain: Iterable[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _match(checkpoint: Checkpoint, model: Any, plain: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the parameters that transformers would miss, and those with another shape."""
     state = {
         key: torch.empty(quantised.plain_shape(key, checkpoint.tensors), device="meta").as_subclass(_Shape)
         for key in plain
     }
+    loading = checkpoint.family.trunk.loading or nullcontext
     try:
-        loading = nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors)
-        with quiet_loading(), loading:
+        with quiet_loading(), loading(checkpoint.tensors):
             _, info = type(model).from_pretrained(
                 None,
                 config=as_plain(model.config),
