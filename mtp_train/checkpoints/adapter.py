@@ -501,21 +501,19 @@ class _Plan:
             self._add_experts(name, pair)
             return
         single = _ONE_EXPERT.match(pair.module)
-        if single is not None and self.home(name) is None:
-            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
+        if single is None or self.home(name) is not None:
+            for home, rows in self._rows_of(name, num_rows):
+                self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, 0, rows))
             return
-        for home, rows in self._rows_of(name, num_rows):
-            self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, 0, rows))
-
-    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
-        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
+        # The adapter of one expert's own layer, as engines and older peft store it, of stacked experts.
+        expert, part = int(single["expert"]), single["part"]
         parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        size, columns = pair.shape
-        home = self.home(f"{experts}.{parameter}")
-        count = 0 if home is None else self.source.tensors[home].shape[0]
-        shape = (max(count, expert + 1), size * len(parts), columns)
-        rows = _equal_parts(size * len(parts), len(parts))[parts.index(part)]
-        self.step(f"{experts}.{parameter}", shape, partial(_add_to_experts, pair, {expert: 0}, rows))
+        stack = f"{single['experts']}.{parameter}"
+        stored = self.home(stack)
+        count = 0 if stored is None else self.source.tensors[stored].shape[0]
+        shape = (max(count, expert + 1), num_rows * len(parts), num_columns)
+        rows = _equal_parts(num_rows * len(parts), len(parts))[parts.index(part)]
+        self.step(stack, shape, partial(_add_to_experts, pair, {expert: 0}, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
         """Add the matrices of a parameter that stacks experts, which are stored stacked or one by one."""

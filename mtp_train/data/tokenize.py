@@ -324,7 +324,9 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -
         last = turns[-1]
         spans = [turn.span for turn in turns if last.text.startswith(turn.text)]
         turns = [turn for turn in turns if not last.text.startswith(turn.text)]
-        documents.append(_tokens_and_mask(tokenizer, last.text, spans))
+        encoded = tokenizer(last.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        mask = [any(first <= start < end for first, end in spans) for start, _ in encoded["offset_mapping"]]
+        documents.append((list(encoded["input_ids"]), mask))
     return documents[::-1]
 
 
@@ -409,9 +411,3 @@ def shared_start(first: Sequence[object], second: Sequence[object]) -> int:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(second))
-
-
-def _tokens_and_mask(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]) -> Tokens:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = [start for start, _ in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), [any(first <= start < last for first, last in spans) for start in starts]

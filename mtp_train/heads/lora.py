@@ -36,8 +36,21 @@ def put_on_lora(head: Head, spec: LoraSettings, *, seed: int) -> Any:
     """
     from peft import LoraConfig, LoraModel
 
-    layers, experts = _chosen(head.blocks, spec.targets)
-    config = LoraConfig(r=spec.r, lora_alpha=spec.alpha, target_modules=layers, target_parameters=experts)
+    # No subclasses: DeepSeek V4 has one that multiplies group by group, which peft's matrices would not do.
+    parts = head.blocks.named_modules()
+    layers = [name for name, part in parts if type(part) is nn.Linear and part.weight.requires_grad]
+    experts = [name for name, value in head.blocks.named_parameters() if is_stacked(name, value.shape)]
+    known = sorted({name.rpartition(".")[-1] for name in layers + experts})
+    problems = [
+        f"head.lora.targets.{index}: {target!r}; expected a layer of the head: {', '.join(known)}. Write one of these, "
+        "or head.lora.targets: null for all."
+        for index, target in enumerate(spec.targets or ())
+        if target not in known
+    ]
+    if problems:
+        raise RecipeError(*problems)
+    modules, parameters = ([name for name in some if is_target(name, spec.targets)] for some in (layers, experts))
+    config = LoraConfig(r=spec.r, lora_alpha=spec.alpha, target_modules=modules, target_parameters=parameters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The blocks, not the head: peft would replace the targets with its defaults for the model type of the head's
@@ -76,23 +89,3 @@ def require_lora_targets(
         head = family.kind.make_head(family, text_config, num_modules=num_modules, convention=convention)
         put_on_lora(head, spec, seed=0)
     return sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-
-
-def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers and of the stacked experts that are targeted."""
-    # No subclasses: DeepSeek V4 has one that multiplies group by group, which peft's matrices would not do.
-    layers = [name for name, part in blocks.named_modules() if type(part) is nn.Linear and part.weight.requires_grad]
-    experts = [name for name, value in blocks.named_parameters() if is_stacked(name, value.shape)]
-    known = sorted({name.rpartition(".")[-1] for name in layers + experts})
-    problems = [
-        f"head.lora.targets.{index}: {target!r}; expected a layer of the head: {', '.join(known)}. Write one of these, "
-        "or head.lora.targets: null for all."
-        for index, target in enumerate(targets or ())
-        if target not in known
-    ]
-    if problems:
-        raise RecipeError(*problems)
-    return (
-        [name for name in layers if is_target(name, targets)],
-        [name for name in experts if is_target(name, targets)],
-    )

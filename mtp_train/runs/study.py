@@ -137,18 +137,7 @@ def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tu
     """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
     measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
-    return (prediction(list(measures), any(is_low_bar(report, one, study) for one in settings)), *measures)
-
-
-def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
-    """Return whether the head is above vanilla at equal target entropy by more than the margin."""
-    level = (cell_of(report, VANILLA, setting).overlap or (None,))[0]
-    one = comparison_of(report, retrained(study.objectives[0]), VANILLA, setting)
-    return level is not None and tone_of(one.delta_overlap_at_equal_entropy_ci95, study.margin * level) == "good"
-
-
-def prediction(measures: Sequence[Finding], is_low: bool) -> Finding:
-    """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
+    # Confirmed if all measures confirm it, refuted if all refute it.
     tones = {one.tone for one in measures}
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
     found = {
@@ -156,7 +145,15 @@ def prediction(measures: Sequence[Finding], is_low: bool) -> Finding:
         for of, word in VERDICTS.items()
     }
     told = [f"{word} by {', '.join(some)}" for word, some in found.items() if some]
-    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{WEAK * is_low}")
+    low = WEAK * any(is_low_bar(report, one, study) for one in settings)
+    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{low}"), *measures
+
+
+def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
+    """Return whether the head is above vanilla at equal target entropy by more than the margin."""
+    level = (cell_of(report, VANILLA, setting).overlap or (None,))[0]
+    one = comparison_of(report, retrained(study.objectives[0]), VANILLA, setting)
+    return level is not None and tone_of(one.delta_overlap_at_equal_entropy_ci95, study.margin * level) == "good"
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
