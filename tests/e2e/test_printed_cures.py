@@ -232,7 +232,9 @@ def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(t
     inputs = write_inputs(tmp_path / "in")
     pair = ["--trunk", str(inputs / "finetune"), "--base", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
     assert main(["init", "my.yaml", *pair, "--device", "0.0067GiB"]) == 0
-    assert capfd.readouterr().out.endswith("on a GPU of 0.0067 GiB.\nnext: mtp-train check my.yaml --device 0.0067GiB\n")
+    assert capfd.readouterr().out.endswith(
+        "on a GPU of 0.0067 GiB.\nnext: mtp-train check my.yaml --device 0.0067GiB\n"
+    )
     planned = ["check", "my.yaml", "--processes", "2", "--device", "0.0067GiB"]
     assert main(planned) == 2
     first, _, *lines = capfd.readouterr().out.splitlines()
