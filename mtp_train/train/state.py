@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,20 +175,8 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
     if isinstance(inner, torch.optim.Optimizer):
         groups = get_optimizer_state_dict(head, inner)["param_groups"]
         set_optimizer_state_dict(head, inner, {"state": moments, "param_groups": groups}, options=_WHOLE)
-        return
-    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-    for name, parameter in _trained(head):
-        for entry in inner.optimizer.state.values():
-            entry["step"] = moments[name]["step"].clone()
-        partition = partition_of(parameter)
-        for field in FIELDS:
-            value = moments[name][field]
-            if partition is None:
-                safe_set_full_optimizer_state(parameter, value, field)
-            else:
-                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
-                safe_set_local_optimizer_state(parameter, _own_part(value, partition.numel()), field)
+    else:
+        _set_zero_moments(inner, dict(_trained(head)), moments)
 
 
 def load_best(state_dir: Path, step: int) -> Best:
@@ -224,19 +212,40 @@ def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tenso
     if isinstance(inner, torch.optim.Optimizer):
         found = get_optimizer_state_dict(head, inner, options=_WHOLE)["state"]
     else:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        step = next(iter(inner.optimizer.state.values()))["step"]
-        found = {
-            name: {"step": step, **{field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}}
-            for name, parameter in _trained(head)
-        }
+        found = _zero_moments(inner, _trained(head))
     values = {f"{name}.{field}": entry[field] for name, entry in found.items() for field in FIELDS}
     return values, {name: float(entry["step"]) for name, entry in found.items()}
 
 
 def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
     return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
+
+
+def _zero_moments(zero: Any, trained: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    step = next(iter(zero.optimizer.state.values()))["step"]
+    return {
+        name: {"step": step, **{field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}}
+        for name, parameter in trained
+    }
+
+
+def _set_zero_moments(
+    zero: Any, trained: Mapping[str, nn.Parameter], moments: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    for name, values in moments.items():
+        for entry in zero.optimizer.state.values():
+            entry["step"] = values["step"].clone()
+        partition = partition_of(trained[name])
+        for field in FIELDS:
+            if partition is None:
+                safe_set_full_optimizer_state(trained[name], values[field], field)
+            else:
+                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
+                safe_set_local_optimizer_state(trained[name], _own_part(values[field], partition.numel()), field)
 
 
 def allocate_zero_moments(zero: Any) -> None:
