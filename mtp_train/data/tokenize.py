@@ -199,9 +199,10 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
     known = template_variables(tokenizer)
     raw = sum(not isinstance(record.content, Chat) for record in records) if tokenizer.chat_template else 0
     writes_calls = "tool_calls" in str(tokenizer.chat_template)
-    unread, ignored = Counter[str](), Counter[str]()
+    unread, ignored, given = Counter[str](), Counter[str](), set[str]()
     for record in records:
         if isinstance(record.content, Chat):
+            given.update(record.content.variables)
             unread.update(known.intersection(record.unread))
             ignored.update(record.content.variables.keys() - known)
             if not writes_calls and any("tool_calls" in message for message in record.content.messages):
@@ -214,7 +215,6 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
         (_unwritten_turns(records, tokenizer), "the chat template leaves out"),
     )
     notes = [f"{raw} of {len(records)} records are raw text, without the chat template"] if raw else []
-    given = {name for record in records if isinstance(record.content, Chat) for name in record.content.variables}
     if raw < len(records):
         notes += [
             f"no record sets {name}, which the chat template reads" for name in sorted(known - given) if "think" in name

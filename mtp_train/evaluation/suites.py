@@ -236,11 +236,7 @@ def load_suite(
 
 def _records_of(name: str, columns: Mapping[str, str]) -> list[Record]:
     kind, colon, location = name.partition(":")
-    is_ours = name in (BUILTIN, DEMO) or (kind in BENCHMARKS and bool(location))
-    is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
-    if not is_ours and (is_location or Path(name).expanduser().exists()):
-        return read_records(name, name, OWN, Path(name).name.split(".")[0], columns)
-    if columns:
+    if columns and (name in (BUILTIN, DEMO) or (kind in BENCHMARKS and location)):
         raise DataError(
             f"--columns: given for the suite {name}, which has columns of its own; expected a file of yours. Leave "
             "them out."
@@ -251,6 +247,9 @@ def _records_of(name: str, columns: Mapping[str, str]) -> list[Record]:
         return _demo_records()
     if kind in BENCHMARKS and location:
         return read_records(name, location, BENCHMARKS[kind], kind)
+    is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
+    if is_location or Path(name).expanduser().exists():
+        return read_records(name, name, OWN, Path(name).name.split(".")[0], columns)
     known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."

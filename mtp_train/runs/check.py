@@ -476,7 +476,6 @@ def _checked(
         require_declared(checkpoint)
         # The run refuses a head that does not fit; with the trunk's config alone, this is a plan for another machine.
         plan_head(recipe, checkpoint, open_head_source(recipe.model.head_from) if recipe.model.head_from else None)
-    layers = served_layers(text_config, head_family.wiring.trunk_layers(text_config))
     shapes = Shapes(recipe, model, checkpoint)
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
@@ -493,7 +492,7 @@ def _checked(
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds_served(family) if recipe.head.is_new else {},
         kernels=missing_kernels(family.trunk.recurrent, machine.kind),
-        states_command=None if recipe.train.states is None else serving_command(recipe, path, raw, layers),
+        states_command=_states_command(recipe, model),
         data=None if text is None else _described(recipe, text),
         notes=() if text is None else tuple(text.notes),
         shown=None if text is None else text.shown(tokenizer),
@@ -517,6 +516,14 @@ def _checkpoint(recipe: Recipe) -> Checkpoint | None:
         return open_location(recipe.model.trunk)
     except CheckpointError:
         return None
+
+
+def _states_command(recipe: Recipe, model: HeadOnTrunk) -> str | None:
+    """Return the command that serves the trunk's hidden states; None for a recipe that computes them."""
+    if recipe.train.states is None:
+        return None
+    layers = served_layers(model.text_config, model.family.wiring.trunk_layers(model.text_config))
+    return serving_command(recipe, model.path, model.config, layers)
 
 
 def _tokenizer(recipe: Recipe, trunk: Path, config: RawConfig) -> Any:

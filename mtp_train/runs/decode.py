@@ -414,11 +414,12 @@ def served_arms(
             "NAME=DIR of a finished evaluation of one, under different names; --tokenizer, --api-key-env and "
             "--concurrency are for servers. Correct it."
         )
+    place = tokenizer or (specs[0].trunk if specs else "")
     servers = [
         Server(
             name=name if len(loads) == 1 else f"{name}@{load}",
             url=url,
-            checkpoint=tokenizer or (specs[0].trunk if specs else ""),
+            checkpoint=place,
             api_key_env=api_key_env,
             concurrency=load,
             request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
@@ -426,7 +427,10 @@ def served_arms(
         for load in loads
         for name, url in urls.items()
     ]
-    return [one if one.checkpoint else replace(one, checkpoint=served_checkpoint(servers[0])) for one in servers]
+    if place or not servers:
+        return servers
+    place = served_checkpoint(servers[0])
+    return [replace(one, checkpoint=place) for one in servers]
 
 
 def _is_served(place: str) -> bool:

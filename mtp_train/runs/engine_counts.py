@@ -28,7 +28,7 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.served import ServedRecord, Server, ask, judged
 from mtp_train.evaluation.statistics import Served
 from mtp_train.runs.display import Shown, quiet_progress
-from mtp_train.runs.engine_wirings import NONE, OURS, TIE, UNDECIDED, Replayed, load_known
+from mtp_train.runs.engine_wirings import OURS, TIE, Replayed, load_known, named
 
 PROMPTS_PER_TASK, NEW_TOKENS, FITS = 2, 64, 0.9
 """Of the prompts that are sent, and the share of answers from which a wiring reproduces a server's counts."""
@@ -107,7 +107,8 @@ def probe_endpoint(
     probed = load_known(model)
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
     warnings = judged(found, probed.trunk, eos_token_ids(model.checkpoint, tokenizer)).document["warnings"]
-    depth = (total := sum((counts for _, counts in told), SpecCounts())).depth
+    total = sum((counts for _, counts in told), SpecCounts())
+    depth = total.depth
     probed.drafting.check(probed.trunk, depth)
     if total.draft_tokens < (total.rounds - 2 * len(told)) * depth:
         warnings.append(f"Some rounds have fewer than {depth} drafts: let the server draft as many in each.")
@@ -124,7 +125,7 @@ def probe_endpoint(
     fits = [name for name, share in equal.items() if share >= FITS]
     # Where no draft is accepted, several wirings may give this, and ours among them says nothing.
     is_ours = OURS in fits and equal[OURS] == max(equal.values()) and (total.accepted_tokens or not fits[1:])
-    verdict = OURS if is_ours else UNDECIDED if fits[1:] else [*fits, NONE][0]
+    verdict = named(fits, is_ours=bool(is_ours))
     served = (total.rounds, *(total.accepted_per_pos or (total.accepted_tokens,)))
     return CountsResult(verdict, len(told), depth, served, expected, equal, fits, warnings)
 

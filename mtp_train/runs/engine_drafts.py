@@ -17,7 +17,7 @@ from rich.progress import Progress
 from mtp_inference.opening import OWN, open_model
 from mtp_train.errors import DataError
 from mtp_train.runs.display import Shown, quiet_progress
-from mtp_train.runs.engine_wirings import NONE, OURS, TIE, UNDECIDED, Replayed, load_known
+from mtp_train.runs.engine_wirings import OURS, TIE, Replayed, load_known, named
 
 MOST_ROUNDS, FITS = 64, 0.99
 """The most rounds that are compared, and the share of equal drafts from which a wiring reproduces an engine's."""
@@ -99,8 +99,7 @@ def probe_drafts(
         name: float((torch.cat([one[:, 0] for one in found]) >= -TIE).float().mean()) for name, found in margins.items()
     }
     fits = [name for name, share in equal.items() if share >= FITS]
-    verdict = OURS if OURS in fits else UNDECIDED if fits[1:] else [*fits, NONE][0]
-    return DraftsResult(verdict, len(rounds), sum(num_drafts), equal, fits)
+    return DraftsResult(named(fits, is_ours=OURS in fits), len(rounds), sum(num_drafts), equal, fits)
 
 
 def read_drafts(path: Path, vocab_size: int) -> list[DraftedRound]:

@@ -42,6 +42,11 @@ Wirings = Mapping[str, Callable[[Any], Any]]
 """Names to changes of a copy of the head; some change nothing in some heads."""
 
 
+def named(fits: Sequence[str], *, is_ours: bool) -> str:
+    """Return the verdict on an engine's wiring from the known ones that reproduce what it did."""
+    return OURS if is_ours else UNDECIDED if fits[1:] else [*fits, NONE][0]
+
+
 class Replayed(NamedTuple):
     """A text, and the rounds of drafts in it."""
 
