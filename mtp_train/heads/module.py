@@ -18,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from mtp_train.families import Convention, Family
 from mtp_train.families.kinds.kind import Block
-from mtp_train.families.models.attached import keep_dynamic_frequencies
+from mtp_train.families.mechanisms.trained_length import keep_dynamic_frequencies
 from mtp_train.heads import step
 from mtp_train.heads.attention import HEAD_ATTENTION
 from mtp_train.heads.experts import GROUPED_EXPERTS

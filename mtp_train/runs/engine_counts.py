@@ -28,7 +28,7 @@ from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.served import ServedRecord, Server, ask, judged
 from mtp_train.evaluation.statistics import Served
 from mtp_train.runs.display import Shown, quiet_progress
-from mtp_train.runs.engine_wirings import OURS, TIE, Replayed, load_known, named
+from mtp_train.runs.engine_wirings import OURS, TIE, Probed, Replayed, load_known, named
 
 PROMPTS_PER_TASK, NEW_TOKENS, FITS = 2, 64, 0.9
 """Of the prompts that are sent, and the share of answers from which a wiring reproduces a server's counts."""
@@ -112,16 +112,7 @@ def probe_endpoint(
     probed.drafting.check(probed.trunk, depth)
     if total.draft_tokens < (total.rounds - 2 * len(told)) * depth:
         warnings.append(f"Some rounds have fewer than {depth} drafts: let the server draft as many in each.")
-    texts = [
-        Replayed(text := one.prompt_ids + one.token_ids, range(one.prompt_tokens, len(text) - 1), depth)
-        for one, _ in told
-    ]
-    expected, equal = {}, {}
-    for name, margins in probed.margins(texts, progress).items():
-        of_answers = [one.T.tolist() for one in margins]
-        firsts = [next(iter(replayed([[min(one)] for one in lengths(answer)], depth))) for answer in of_answers]
-        expected[name] = tuple(map(sum, zip(*firsts, strict=True)))
-        equal[name] = sum(map(reproduces, of_answers, [counts for _, counts in told])) / len(told)
+    expected, equal = _compared(probed, told, depth, progress)
     fits = [name for name, share in equal.items() if share >= FITS]
     # Where no draft is accepted, several wirings may give this, and ours among them says nothing.
     is_ours = OURS in fits and equal[OURS] == max(equal.values()) and (total.accepted_tokens or not fits[1:])
@@ -143,6 +134,23 @@ def _asked(server: Server, progress: Progress) -> tuple[Served, list[tuple[Serve
             "(vLLM, SGLang, llama-server). Start it with its drafter, or compare its drafts: probe --drafts."
         )
     return found, told
+
+
+def _compared(
+    probed: Probed, told: Sequence[tuple[ServedRecord, SpecCounts]], depth: int, progress: Progress
+) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
+    """Return the expected numbers, and the share of answers whose numbers are reproduced, by wiring."""
+    texts = [
+        Replayed(text := one.prompt_ids + one.token_ids, range(one.prompt_tokens, len(text) - 1), depth)
+        for one, _ in told
+    ]
+    expected, equal = {}, {}
+    for name, margins in probed.margins(texts, progress).items():
+        of_answers = [one.T.tolist() for one in margins]
+        firsts = [next(iter(replayed([[min(one)] for one in lengths(answer)], depth))) for answer in of_answers]
+        expected[name] = tuple(map(sum, zip(*firsts, strict=True)))
+        equal[name] = sum(map(reproduces, of_answers, [counts for _, counts in told])) / len(told)
+    return expected, equal
 
 
 def reproduces(margins: Sequence[Sequence[float]], told: SpecCounts) -> bool:

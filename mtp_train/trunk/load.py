@@ -47,7 +47,7 @@ from mtp_train.checkpoints.quantised import (
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
 from mtp_train.families import Family
-from mtp_train.families.models.attached import keep_trained_length
+from mtp_train.families.mechanisms.trained_length import keep_trained_length
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config

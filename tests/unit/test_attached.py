@@ -14,7 +14,7 @@ from checkpoints import holds, save_stripped, save_tensors, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.models.attached import short_factors
+from mtp_train.families.mechanisms.trained_length import short_factors
 from mtp_train.heads.attention import masked_attention
 from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of

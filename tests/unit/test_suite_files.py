@@ -53,6 +53,8 @@ def test_columns_of_other_names_are_named_in_a_file_of_ones_own(tmp_path: Path) 
         load_suite(file, columns={"instruction": "q"})
     with pytest.raises(DataError, match=r"--columns: given for the suite builtin, which has columns of its own"):
         load_suite("builtin", columns={"instruction": "question"})
+    with pytest.raises(DataError, match=r"suite 'nothing': no such suite or file"):
+        load_suite("nothing", columns={"instruction": "question"})
 
 
 def test_a_suite_of_ours_is_not_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
