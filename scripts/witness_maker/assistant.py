@@ -13,8 +13,6 @@ from mtp_train.heads.assistant import AssistantHead, building_assistant
 from mtp_train.trunk.load import Trunk
 
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
-HIDDEN = 64
-"""llama.cpp refuses an assistant with the hidden size of its trunk."""
 
 
 def random_assistant(trunk: Trunk) -> AssistantHead:
@@ -26,7 +24,8 @@ def random_assistant(trunk: Trunk) -> AssistantHead:
     text_config = CONFIG_MAPPING[trunk.config.model_type](
         **{
             **fields,
-            "hidden_size": HIDDEN,
+            # llama.cpp refuses an assistant with the hidden size of its trunk.
+            "hidden_size": trunk.config.hidden_size // 2,
             "num_hidden_layers": len(LAYERS),
             "num_kv_shared_layers": len(LAYERS),
             "layer_types": LAYERS,

@@ -1,21 +1,23 @@
-"""Synthetic text, a random head, and a brief training of both models on it, so that drafts are accepted.
+"""Synthetic text, a random head, and a brief training of trunk and head on it, so that drafts are accepted.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mtp_train.families import of_kind
 from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
+from witness_maker.words import WORDS
 
 ROWS, TOKENS = 16, 32
 TRAINED_DEPTHS = 3
@@ -42,6 +44,13 @@ class Chain:
         successor_V[order_V] = order_V.roll(-1)
         return cls(successor_V, noise)
 
+    @classmethod
+    @torch.no_grad()
+    def of_trunk(cls, trunk: Trunk, noise: float) -> Chain:
+        """Return the chain that a trunk has learned."""
+        words_V1 = torch.arange(len(WORDS))[:, None]
+        return cls(trunk.logits(trunk.hidden(words_V1))[:, 0, : len(WORDS)].argmax(dim=-1), noise)
+
     def draw(self, num_rows: int, num_tokens: int, generator: torch.Generator) -> Tensor:
         """Return texts, int64 (B, T)."""
         any_BT = torch.randint(len(self.successor_V), (num_rows, num_tokens), generator=generator)
@@ -52,37 +61,43 @@ class Chain:
         return torch.stack(columns, dim=1)
 
 
-def train(trunk: Trunk, head: Head, chain: Chain, num_steps: int, generator: torch.Generator) -> float:
-    """Train trunk and head together on a chain with cross-entropy; freeze them afterwards.
+def train(
+    trained: Sequence[nn.Module],
+    loss_of: Callable[[Tensor], Tensor],
+    chain: Chain,
+    num_steps: int,
+    generator: torch.Generator,
+) -> float:
+    """Train modules on a chain; freeze them afterwards.
 
     Args:
-        trunk: The trunk, not quantised, in fp32.
-        head: Its head; no gradient flows from it into the trunk.
+        trained: A trunk, not quantised, and its head, or a head alone, in fp32.
+        loss_of: Returns the loss of texts, int64 (B, T).
         chain: Source of the training text.
         num_steps: Number of steps of ``ROWS`` texts of ``TOKENS`` tokens.
         generator: Random generator of the texts.
 
     Returns:
-        The last loss: mean over the trunk and the head's depths, in nats.
+        The last loss, in nats.
     """
-    parameters = [*trunk.requires_grad_(True).parameters(), *head.requires_grad_(True).parameters()]
+    parameters = [one for module in trained for one in module.requires_grad_(True).parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
     # Decay linearly to 0, so that the last texts have little weight.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_steps)
     loss = torch.zeros(())
     for _ in range(num_steps):
-        tokens_BT = chain.draw(ROWS, TOKENS, generator).to(trunk.lm_head_VD.device)
-        loss = _loss(trunk, head, tokens_BT)
+        loss = loss_of(chain.draw(ROWS, TOKENS, generator).to(parameters[0].device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    trunk.requires_grad_(False)
-    head.requires_grad_(False)
+    for module in trained:
+        module.requires_grad_(False)
     return float(loss.detach())
 
 
-def _loss(trunk: Trunk, head: Head, tokens_BT: Tensor) -> Tensor:
+def chained_loss(trunk: Trunk, head: Head, tokens_BT: Tensor) -> Tensor:
+    """Return the cross-entropy, mean over the trunk and the head's depths; no gradient flows between the two."""
     hidden_BTD = trunk.hidden(tokens_BT)
     num_tokens = tokens_BT.shape[1]
     states = head.unroll(

@@ -6,7 +6,11 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.families import FAMILIES, Family
@@ -26,9 +30,10 @@ from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from witness_maker.assistant import random_assistant, save_assistant
-from witness_maker.chain import TRAINED_DEPTHS, Chain, random_head, train
+from witness_maker.block import make_block_drafter
+from witness_maker.chain import TRAINED_DEPTHS, Chain, chained_loss, random_head, train
 from witness_maker.shapes import SHAPES, WitnessShape
 from witness_maker.variants import beside_a_trunk, for_sglang
 from witness_maker.words import WORDS, word_tokenizer
@@ -58,6 +63,7 @@ def make_witness(
     kind: str = "mtp",
     num_drafted: int | None = None,
     sglang: bool = False,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts for it.
 
@@ -72,6 +78,7 @@ def make_witness(
         kind: Kind of the head.
         num_drafted: Size of the draft vocabulary of a head of another kind; None for all tokens.
         sglang: Whether SGLang's CPU kernels must be able to run it.
+        sizes: Fields of the text config to change.
 
     Returns:
         The last loss, the noise in the head, and its share of correct first drafts with that noise.
@@ -79,6 +86,7 @@ def make_witness(
     shape = SHAPES[name] if kind in ("mtp", "assistant") else beside_a_trunk(SHAPES[name], kind)
     if sglang:
         shape = for_sglang(shape)
+    shape = replace(shape, fields={**shape.fields, **sizes})
     family = next(family for family in (*FAMILIES, GEMMA4) if family.name == name)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +98,7 @@ def make_witness(
         if shape.always_chosen:
             _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
-    loss = train(trunk, head, chain, num_steps, generator)
+    loss = train([trunk, head], partial(chained_loss, trunk, head), chain, num_steps, generator)
     for weight_VD in [] if head.reads_keys else head.own_lm_heads(shape.num_modules) or []:
         weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
     spoiling, right = spoil(trunk, head, chain, generator)
@@ -226,10 +234,16 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
     """Write a trunk in bf16, and a head of another kind in every supported format."""
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     _set_fields(directory, {}, shape.released)
-    checkpoint, kind = open_checkpoint(directory), head.family.kind.name
-    text_config = text_config_of(checkpoint)
+    checkpoint = open_checkpoint(directory)
+    artifact = _artifact(checkpoint, head, shape, vocab_R)
+    save_artifact(artifact, directory / "head")
+    write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
+
+
+def _artifact(checkpoint: Checkpoint, head: MtpHead, shape: WitnessShape, vocab_R: Tensor | None) -> Artifact:
+    kind, text_config = head.family.kind.name, text_config_of(checkpoint)
     plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind, num_modules=shape.num_modules)
-    artifact = Artifact(
+    return Artifact(
         layout=plan.layout,
         num_modules=plan.num_modules,
         num_depths=TRAINED_DEPTHS,
@@ -238,8 +252,38 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
         notes={},
         draft_vocab=None if vocab_R is None else vocab_R.sort().values.int(),
     )
-    save_artifact(artifact, directory / "head")
-    write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
+
+
+def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int) -> float:
+    """Train another head on the trunk of a witness, which stays as it is, and write its draft model.
+
+    Args:
+        directory: The witness.
+        kind: Kind of the head: one that is trained here, or ``dflash``.
+        out: The new directory of the draft model.
+        num_steps: Training steps.
+        seed: Seed of weights and texts.
+
+    Returns:
+        The last loss.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    checkpoint = open_checkpoint(directory)
+    trunk = load_trunk(directory, checkpoint.family, dtype=torch.float32)
+    chain = Chain.of_trunk(trunk, NOISE)
+    if kind == "dflash":
+        return make_block_drafter(checkpoint, trunk, out, chain, num_steps, generator)
+    shape = beside_a_trunk(SHAPES[checkpoint.family.name], kind)
+    head = random_head(trunk, shape.num_modules, kind)
+    trunk.show_to(head)
+    _stir(head, generator)
+    loss = train([head], partial(chained_loss, trunk, head), chain, num_steps, generator)
+    for weight_VD in head.own_lm_heads(shape.num_modules) or []:
+        weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
+    spoil(trunk, head, chain, generator)
+    write_draft_checkpoint(checkpoint, _artifact(checkpoint, head, shape, None), head.config, out)
+    return loss
 
 
 def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:
