@@ -110,15 +110,14 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
     # For a family that the engine cannot decode, compare the logits of its head.
     support = checkpoint.family.serving.get(arguments.engine)
     known_not_to = arguments.draft is None and support is not None and support.supported is False
-    decodes = engine.decodes and not known_not_to
     files = {"binary": arguments.binary, "model_file": arguments.model_file, "draft_file": arguments.draft_file}
     return Task(
         engine=engine,
-        kind="decode" if decodes else "logits",
+        kind="logits" if known_not_to else "decode",
         checkpoint=checkpoint,
         prompts=read_prompts(arguments, checkpoint),
         max_new_tokens=arguments.max_new_tokens,
-        dtype=arguments.dtype or ("bfloat16" if decodes else "float32"),
+        dtype=arguments.dtype or ("float32" if known_not_to else "bfloat16"),
         python=arguments.python,
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},
         work=work,

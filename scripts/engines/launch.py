@@ -27,8 +27,6 @@ class EngineUnderTest:
     """Whether its head reads an extra first row: the first token with a hidden state of zeros."""
     drafts_first: bool = False
     """Whether it drafts before the first token of the answer is known."""
-    decodes: bool = True
-    """Whether it can draft and verify; otherwise only the logits of its head are compared."""
     assistant: tuple[int, int] = (1, 1)
     """``POSITION_OFFSET`` and ``MORE_SLIDING_KEYS`` of :mod:`mtp_train.heads.assistant` with which it drafts."""
 
@@ -44,7 +42,6 @@ ENGINES: Mapping[str, EngineUnderTest] = {
         assistant=(1, -1),
     ),
     "transformers": EngineUnderTest(program="run_transformers.py", convention="auto"),
-    "speculators": EngineUnderTest(program="run_speculators.py", convention="auto", decodes=False),
 }
 
 

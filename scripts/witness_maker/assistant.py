@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from mtp_train.families import of_kind
 from mtp_train.heads.assistant import AssistantHead, building_assistant
 from mtp_train.trunk.load import Trunk
+from witness_maker.words import word_tokenizer
 
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 
@@ -46,6 +47,7 @@ def save_assistant(head: AssistantHead, directory: Path) -> None:
     model = _built(head.model.config)
     model.load_state_dict({**head.model.state_dict(), "lm_head.weight": head.output_VA})
     model.to(torch.bfloat16).save_pretrained(directory)
+    word_tokenizer().save_pretrained(directory)
 
 
 def _built(config: PretrainedConfig) -> Any:

@@ -34,14 +34,13 @@ NEW_TOKENS = 40
 PYTHONS = {
     "vllm": "MTP_VLLM_PYTHON",
     "sglang": "MTP_SGLANG_PYTHON",
-    "speculators": "MTP_SPECULATORS_PYTHON",
 }
 
 
 def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executable) -> Any:
     return Task(
         engine=ENGINES[engine],
-        kind="decode" if ENGINES[engine].decodes else "logits",
+        kind="decode",
         checkpoint=open_location(checkpoint),
         prompts=PROMPTS,
         max_new_tokens=NEW_TOKENS,

@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # first removes a concept; one that removes some lowers its number.
 PRODUCT = ("mtp_train", "inference/mtp_inference")
 MAX_PRODUCT_NODES = 180_500
-MAX_SCRIPT_NODES = 31_000
+MAX_SCRIPT_NODES = 33_700
 MAX_TESTS_PER_PRODUCT = 1.35
 # The pages that tests/repo/test_readme.py and tests/repo/test_recipes.py compare with their generators.
 GENERATED = {"recipes/commands.md", "recipes/families.md", "recipes/fields.md"}
@@ -233,7 +233,7 @@ def test_the_project_does_not_grow() -> None:
     # Not far below either, or the ceiling no longer holds anything.
     assert 0.97 * MAX_PRODUCT_NODES <= product <= MAX_PRODUCT_NODES
     assert nodes_below("tests") <= MAX_TESTS_PER_PRODUCT * product
-    assert nodes_below("scripts", "inference/benchmarks") <= MAX_SCRIPT_NODES
+    assert nodes_below("scripts", "inference/benchmarks", "inference/conformance") <= MAX_SCRIPT_NODES
 
 
 def test_the_pages_do_not_grow() -> None:
