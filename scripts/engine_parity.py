@@ -138,7 +138,7 @@ def read_prompts(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[
     else:
         name = str(arguments.prompts)
         records = load_records(name, split="train", group_field=None, name=name)
-    prompts = build_prompts(records, load_tokenizer(checkpoint, trust_remote_code=False))
+    prompts = build_prompts(records, load_tokenizer(checkpoint))
     chosen = choose_prompts(prompts, arguments.num_prompts, recipe.seed)
     return [list(prompt.prompt_ids) for prompt in chosen]
 

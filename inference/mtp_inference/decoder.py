@@ -159,7 +159,7 @@ class SpeculativeDecoder:
         found = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         return cls.from_open_model(
             model,
-            load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter),
+            load_tokenizer(model.checkpoint, adapter=model.adapter),
             depth=depth,
             device=found or torch.device("cpu"),
             dtype=dtype,

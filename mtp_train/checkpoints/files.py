@@ -114,6 +114,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     superseded: tuple[tuple[str, str], ...] = ()
     """File and key of each stored copy of a tensor that the index names in another file, sorted."""
+    trusts_code: bool = False
+    """Whether transformers may run code that is stored in it, for its config, its model and its tokenizer."""
 
     @cached_property
     def family(self) -> Family:

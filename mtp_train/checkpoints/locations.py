@@ -6,6 +6,7 @@ A run directory is accepted wherever a checkpoint is.
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter, merge_command, open_weights
@@ -23,11 +24,11 @@ HEAD = "head"
 """Directory of the trained head in a run directory."""
 
 
-def open_location(location: str) -> Checkpoint:
+def open_location(location: str, *, trusts_code: bool = False) -> Checkpoint:
     """Open a checkpoint given as a path, a hub id or ``demo:NAME``."""
     path = locate_checkpoint(resolve(location))
     refuse_adapter(path, location)
-    return open_checkpoint(path)
+    return replace(open_checkpoint(path), trusts_code=trusts_code)
 
 
 def is_head_directory(path: Path) -> bool:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, adapter: Path | None = None) -> Any:
+def load_tokenizer(checkpoint: Checkpoint, adapter: Path | None = None) -> Any:
     """Load the tokenizer of a checkpoint, or the one that an adapter on it was saved with.
 
     Raises:
@@ -37,7 +37,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, adapter: Pat
     """
     files = {} if adapter is None else tokenizer_files(checkpoint.path, adapter)
     if not files:
-        return _load(checkpoint, trust_remote_code)
+        return _load(checkpoint)
     tell_once(f"tokenizer: {', '.join(sorted(files))} of {adapter}, instead of the files of {checkpoint.path}")
     with TemporaryDirectory() as scratch:
         beside = {file.name: file for pattern in (CONFIG_FILE, "*.py") for file in checkpoint.path.glob(pattern)}
@@ -45,7 +45,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, adapter: Pat
             (Path(scratch) / name).parent.mkdir(exist_ok=True)
             (Path(scratch) / name).symlink_to(file.resolve())
         try:
-            tokenizer = _load(replace(checkpoint, path=Path(scratch)), trust_remote_code)
+            tokenizer = _load(replace(checkpoint, path=Path(scratch)))
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(scratch, str(adapter))) from None
     tokenizer.name_or_path = str(adapter)
@@ -63,7 +63,7 @@ def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) 
     rows = checkpoint.text_config.get("vocab_size")
     ids = tokenizer.get_vocab().items() if isinstance(rows, int) else ()
     beyond = {token: number for token, number in ids if number >= rows}
-    added = beyond.keys() - (_load(checkpoint, False).get_vocab() if beyond else {}).keys()
+    added = beyond.keys() - (_load(checkpoint).get_vocab() if beyond else {}).keys()
     if added:
         token = min(added, key=beyond.__getitem__)
         raise CheckpointError(
@@ -73,7 +73,7 @@ def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) 
         )
 
 
-def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+def _load(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     files = {name: read_json(checkpoint.path / name) for name in _TOKENIZER_FILES if (checkpoint.path / name).exists()}
@@ -84,7 +84,7 @@ def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
             "Correct the field, or copy the file from the base."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=checkpoint.trusts_code)
     except Exception as error:
         # The tokenizers package raises Exception itself for a file that it cannot parse. A subclass that is not listed
         # here is a bug.

@@ -113,7 +113,7 @@ class Study:
         """Load one trunk, measure all its arms, and add the results to ``found``."""
         first, grid, progress = group[0], self.grid, self.progress
         model = self.arms[first]
-        tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
+        tokenizer = load_tokenizer(model.checkpoint, adapter=model.adapter)
         prompts: Prompts = (
             {None: self.prompts} if self.prompts is not None else grid_prompts(grid, tokenizer, grid.contexts)
         )

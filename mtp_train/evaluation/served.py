@@ -141,7 +141,7 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         eos_ids, vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
     else:
         checkpoint = open_location(server.checkpoint)
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+        tokenizer = load_tokenizer(checkpoint)
         eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
     if server.evaluation is not None:

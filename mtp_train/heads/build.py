@@ -70,9 +70,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
-def graft_artifact_plan(
-    finetune: Checkpoint, artifact: Artifact, directory: Path, convention: str, *, trust_remote_code: bool = False
-) -> HeadPlan:
+def graft_artifact_plan(finetune: Checkpoint, artifact: Artifact, directory: Path, convention: str) -> HeadPlan:
     """Plan to start from the head in a head directory on the fine-tune's trunk.
 
     Raises:
@@ -94,7 +92,7 @@ def graft_artifact_plan(
             f"{directory}: a head with the wiring {artifact.convention}, and head.convention is {convention}; expected "
             f"the same. Write head.convention: {artifact.convention}."
         )
-    empty = empty_head(family, text_config_of(finetune, trust_remote_code=trust_remote_code), artifact.num_modules)
+    empty = empty_head(family, text_config_of(finetune), artifact.num_modules)
     head = artifact.head
     tensors = tuple(replace(one, key=artifact.layout.renamed(one.key, layout)) for one in head.tensors)
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))

@@ -190,8 +190,9 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
     return bool(experts) and not any(re.search(r"\.experts\.\d+\.", key) for key in of_head or experts)
 
 
-def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    return trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code).get_text_config()
+def text_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
+    config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=checkpoint.trusts_code)
+    return config.get_text_config()
 
 
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:

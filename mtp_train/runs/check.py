@@ -19,7 +19,7 @@ from accelerate import PartialState
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
-from mtp_train.checkpoints.locations import locate_checkpoint, open_location
+from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method, require_declared
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
@@ -37,6 +37,7 @@ from mtp_train.runs.inputs import (
     RunText,
     gather_text,
     open_head_source,
+    open_trunk,
     plan_head,
     recipe_tokenizer,
     require_source_model,
@@ -513,7 +514,7 @@ def _head_family(recipe: Recipe, trunk: Family) -> Family:
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:
     """Return the trunk's checkpoint; None if its weights are not here, or not whole."""
     try:
-        return open_location(recipe.model.trunk)
+        return open_trunk(recipe)
     except CheckpointError:
         return None
 

@@ -207,7 +207,7 @@ class _Opened:
         self.device = local_device()
         if self.device.type == "cpu":
             use_threads(self.model.checkpoint.text_config)
-        self.tokenizer = load_tokenizer(self.model.checkpoint, trust_remote_code=False, adapter=self.model.adapter)
+        self.tokenizer = load_tokenizer(self.model.checkpoint, adapter=self.model.adapter)
         require_variables(self.tokenizer, self.variables, _KWARGS)
 
     @cached_property

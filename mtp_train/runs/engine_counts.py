@@ -105,7 +105,7 @@ def probe_endpoint(
     )
     found, told = _asked(server, progress)
     probed = load_known(model)
-    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
+    tokenizer = load_tokenizer(model.checkpoint)
     warnings = judged(found, probed.trunk, eos_token_ids(model.checkpoint, tokenizer)).document["warnings"]
     total = sum((counts for _, counts in told), SpecCounts())
     depth = total.depth

@@ -137,12 +137,13 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
     Args:
         judges: Whether the gate, if the recipe has one, needs its groups of prompts.
     """
-    finetune = open_location(recipe.model.trunk)
+    finetune = open_trunk(recipe)
     require_source_model(recipe)
-    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
+    trusts_code = recipe.model.trust_remote_code
+    donor = open_head_source(recipe.model.head_from, trusts_code=trusts_code) if recipe.model.head_from else None
     base = donor if isinstance(donor, Checkpoint) else None
     head_plan = plan_head(recipe, finetune, donor)
-    text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
+    text_config = text_config_of(finetune)
     model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
     loaded = base if VANILLA in recipe.evaluate.arms else None
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
@@ -168,9 +169,13 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
     )
 
 
+def open_trunk(recipe: Recipe) -> Checkpoint:
+    return open_location(recipe.model.trunk, trusts_code=recipe.model.trust_remote_code)
+
+
 def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
     adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
-    return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
+    return load_tokenizer(trunk, adapter)
 
 
 def gather_text(
@@ -199,7 +204,7 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
     if recipe.head.init in ("copy_last_layer", "random"):
         return fresh_plan(
             finetune,
-            text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code),
+            text_config_of(finetune),
             recipe.head.convention,
             seed=recipe.seed,
             start=recipe.head.init,
@@ -327,11 +332,11 @@ class LoneHead:
         return found if self.stored.draft_config is None else described_by(found, self.stored.draft_config)
 
 
-def open_head_source(location: str) -> Checkpoint | LoneHead:
+def open_head_source(location: str, *, trusts_code: bool = False) -> Checkpoint | LoneHead:
     directory = head_directory(location)
     if directory is not None:
         return LoneHead(directory, load_artifact(directory))
-    checkpoint = open_location(location)
+    checkpoint = open_location(location, trusts_code=trusts_code)
     draft = draft_model(checkpoint)
     return checkpoint if draft is None else LoneHead(checkpoint.path, draft)
 
@@ -353,7 +358,6 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
             source.stored,
             source.path,
             head.convention,
-            trust_remote_code=recipe.model.trust_remote_code,
         )
     if plan.output is not None and head.draft_vocab is not None:
         raise RecipeError(

@@ -88,7 +88,7 @@ def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | Non
     if base is not None:
         checks += _packing(recipe, base.path, base.config, world_size)
     for checkpoint in filter(None, (finetune, base)):
-        checks.append(partial(require_whole_trunk, checkpoint, trust_remote_code=recipe.model.trust_remote_code))
+        checks.append(partial(require_whole_trunk, checkpoint))
     return _errors_of(checks)
 
 

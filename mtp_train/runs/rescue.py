@@ -65,6 +65,7 @@ from mtp_train.runs.inputs import (
     evaluation_prompts,
     is_lone,
     open_head_source,
+    open_trunk,
     recipe_tokenizer,
     source_plan,
     split_records,
@@ -252,7 +253,7 @@ def is_at_fault(own: HeadLevel | None) -> bool:
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     model, source = recipe.model, open_head_source(donor)
-    tokenizer = recipe_tokenizer(recipe, open_location(model.trunk))
+    tokenizer = recipe_tokenizer(recipe, open_trunk(recipe))
     held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
     head, own = donor, OWN
     if isinstance(source, LoneHead):
@@ -283,7 +284,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeRe
 def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
     """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence."""
     model = open_model(donor, OWN)
-    tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
+    tokenizer = load_tokenizer(replace(model.checkpoint, trusts_code=recipe.model.trust_remote_code))
     prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
     with progress_on(console) as progress:
         with shown_loading(progress, donor, model.checkpoint.num_bytes):
@@ -465,7 +466,7 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
             f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
             "better. Leave the override out."
         )
-    finetune, source = open_location(model.trunk), open_head_source(model.head_from)
+    finetune, source = open_trunk(recipe), open_head_source(model.head_from)
     plan = source_plan(recipe, finetune, source)
     write_export(
         finetune,

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 from mtp_train.acceptance.gate import min_gate_groups
-from mtp_train.checkpoints.locations import open_location
 from mtp_train.data.groups import is_held_out
 from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
@@ -33,7 +32,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.inputs import grouped_records, recipe_tokenizer
+from mtp_train.runs.inputs import grouped_records, open_trunk, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
 from mtp_train.train.machine import Device, device_named
@@ -225,8 +224,8 @@ def resolve_training(
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
-    checkpoint = open_location(recipe.model.trunk)
-    text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+    checkpoint = open_trunk(recipe)
+    text_config = text_config_of(checkpoint)
     # On a CPU the weights are in fp32. Offloaded layers are on the device one at a time, beside embedding and lm_head.
     weights = (
         checkpoint.num_bytes
@@ -259,7 +258,7 @@ def keys_and_values(text_config: PretrainedConfig, device: Device) -> int:
 
 def text_facts(recipe: Recipe) -> TextFacts:
     records = grouped_records(recipe)
-    tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
+    tokenizer = recipe_tokenizer(recipe, open_trunk(recipe))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]

@@ -140,7 +140,7 @@ def _lacking(
 @contextmanager
 def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Iterator[Judge]:
     """Yield the judge of texts by the states of the recipe's server; every process must call it."""
-    config = text_config_of(run.inputs.finetune, trust_remote_code=run.recipe.model.trust_remote_code)
+    config = text_config_of(run.inputs.finetune)
     layers = run.inputs.head_plan.family.wiring.trunk_layers(config)
     ends = _ends(run)
     source = open_source(run, spec, ends, texts, tuple(layers))
@@ -154,14 +154,8 @@ def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int
 
 
 def _ends(run: RunContext) -> Ends:
-    inputs, model = run.inputs, run.recipe.model
-    return load_ends(
-        inputs.finetune,
-        dtype=_held_dtype(run),
-        device=run.accelerator.device,
-        adapter=inputs.adapter,
-        trust_remote_code=model.trust_remote_code,
-    )
+    inputs, device = run.inputs, run.accelerator.device
+    return load_ends(inputs.finetune, dtype=_held_dtype(run), device=device, adapter=inputs.adapter)
 
 
 def _computed(run: RunContext) -> TrunkStates:
@@ -183,7 +177,7 @@ def cache_of(
         identity: Of the server that computes them, with the dtype of its states at the end; None for the trunk here.
     """
     recipe, inputs = run.recipe, run.inputs
-    config = text_config_of(inputs.finetune, trust_remote_code=recipe.model.trust_remote_code)
+    config = text_config_of(inputs.finetune)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
     width += inputs.finetune.family.keys_width(config) if inputs.head_plan.family.reads_keys else 0
     adapter = inputs.contents[ADAPTER] if inputs.adapter else None
@@ -263,7 +257,7 @@ def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = Fals
             device=device,
             adapter=inputs.adapter,
             quantization=model.quantization,
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=inputs.finetune.trusts_code,
             on_layer=on_layer,
         )
 
@@ -281,7 +275,7 @@ def require_room(run: RunContext) -> None:
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
     trunk, head = inputs.finetune, inputs.head_plan
-    text_config = text_config_of(trunk, trust_remote_code=recipe.model.trust_remote_code)
+    text_config = text_config_of(trunk)
     model = HeadOnTrunk(trunk.path, trunk.config, text_config, head.family, head.num_modules)
     machine, shapes = device_named(None), Shapes(recipe, model, trunk)
     problem = shapes.room(recipe, count, machine).decoding_problem

@@ -29,7 +29,7 @@ from mtp_train.recipe.sections import AUTO, AUTOMATIC
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.checkpoint_tools.write import WriteResult
-from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
+from mtp_train.runs.inputs import LoneHead, open_head_source, open_trunk, plan_head
 from mtp_train.runs.resolve import Overrides, override_texts
 
 Plain = dict[str, Any]
@@ -96,7 +96,7 @@ def write_recipe(
     found = check(settings, device=device)
     if donor is not None:
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
-        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
+        plan_head(found.recipe, open_trunk(found.recipe), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _file_of(settings, start))
     notes = [] if found.room.problem is None else [f"Does not fit: {found.room.problem}."]

@@ -393,7 +393,6 @@ def load_ends(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     adapter: Path | None = None,
-    trust_remote_code: bool = False,
 ) -> Ends:
     """Load embedding, final norm and lm_head of a trunk, frozen and in eval mode; no tensor of a layer is read.
 
@@ -405,7 +404,8 @@ def load_ends(
     """
     family, path = checkpoint.family, checkpoint.path
     layout = layout_of(checkpoint)
-    config = as_plain(trunk_config(path, family, trust_remote_code=trust_remote_code))
+    trusts = checkpoint.trusts_code
+    config = as_plain(trunk_config(path, family, trust_remote_code=trusts))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
     changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
     state = {
@@ -418,7 +418,7 @@ def load_ends(
             f"{path}: {packed[0]} is packed; expected a plain embedding and lm_head. Use a quantised checkpoint that "
             "keeps them, as most do."
         )
-    whole: Any = type(empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm)
+    whole: Any = type(empty_trunk(config, family, trust_remote_code=trusts).causal_lm)
     with quiet_loading(), replacing(whole, __init__=_initialised_without_layers(whole.__init__)):
         model, info = whole.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

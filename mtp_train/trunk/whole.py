@@ -86,9 +86,7 @@ def holds_trunk(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
     return any(key not in beside for key in trunk_tensors(checkpoint, layout).values())
 
 
-def require_whole_trunk(
-    checkpoint: Checkpoint, *, trust_remote_code: bool = False, adapter_beside: bool = False
-) -> None:
+def require_whole_trunk(checkpoint: Checkpoint, *, adapter_beside: bool = False) -> None:
     """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
 
     Args:
@@ -97,7 +95,7 @@ def require_whole_trunk(
     if not adapter_beside:
         refuse_embedded_adapter(checkpoint.path)
     quantised.require_declared(checkpoint)
-    found = diagnose_trunk(checkpoint, trust_remote_code=trust_remote_code)
+    found = diagnose_trunk(checkpoint)
     problems = found.problems
     if found.untied is not None:
         raise CheckpointError(
@@ -111,7 +109,7 @@ def require_whole_trunk(
         )
 
 
-def diagnose_trunk(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> TrunkDiagnosis:
+def diagnose_trunk(checkpoint: Checkpoint) -> TrunkDiagnosis:
     """Compare the stored tensors of a trunk with the parameters that transformers would load for its config.
 
     A trunk that the installed transformers cannot build is not compared, and neither is one with packed weights: their
@@ -132,7 +130,7 @@ def diagnose_trunk(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     plain = _plain_weights(tensors)
     # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
     with without_deepspeed():
-        model = None if plain is None else _model_without_weights(checkpoint, trust_remote_code)
+        model = None if plain is None else _model_without_weights(checkpoint)
         if plain is None or model is None:
             return TrunkDiagnosis(dtype_errors=dtype_errors, misread_keys=misread)
         missing, misshapen = _match(checkpoint, model, plain)
@@ -178,14 +176,14 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], plain: Iterable[str], mode
     ]
 
 
-def _model_without_weights(checkpoint: Checkpoint, trust_remote_code: bool) -> Any | None:
+def _model_without_weights(checkpoint: Checkpoint) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
-    family = checkpoint.family
+    family, trusts = checkpoint.family, checkpoint.trusts_code
     try:
         _ = family.classes
-        config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)
+        config = trunk_config(checkpoint.path, family, trust_remote_code=trusts)
         with named_rejections(checkpoint.path):
-            return empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+            return empty_trunk(config, family, trust_remote_code=trusts).causal_lm
     except UnsupportedModelError:
         return None
 

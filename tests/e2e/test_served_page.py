@@ -128,7 +128,7 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(1000, 20_000, (length,), generator=draw).tolist() for length in (1, 47, 2 * BLOCK + 45)]
     trunk.show_layers((2, middle, last - 3))
-    tokenizer, width = load_tokenizer(checkpoint, False), int(trunk.config.hidden_size)
+    tokenizer, width = load_tokenizer(checkpoint), int(trunk.config.hidden_size)
     with ExitStack() as stack:
         url = stack.enter_context(serving(command, tmp_path / "vllm.log", "--dtype", "float32"))
         endpoint = stack.enter_context(closing(Endpoint(url, tokenizer, {2}, len(trunk.lm_head_VD))))

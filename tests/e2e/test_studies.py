@@ -95,7 +95,7 @@ def test_compare_pairs_every_arm(inputs: Path, out: Path, capfd: Capture) -> Non
 def test_a_server_is_asked_the_same(inputs: Path, out: Path, capfd: Capture, alone: bool) -> None:
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
-    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
+    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint))
     engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--out", str(out)]

@@ -502,7 +502,7 @@ def test_the_adapter_s_tokenizer_and_template_are_used_and_said(
     assert ("Its tokenizer is the adapter's" in capfd.readouterr().out) == (part != "the base's own")
     text = "<step><|call|>"
     merged = AutoTokenizer.from_pretrained(out)
-    unmerged = load_tokenizer(open_checkpoint(base), False, lora)
+    unmerged = load_tokenizer(open_checkpoint(base), lora)
     num_tokens = 2 if part == "tokenizer" else len(text)
     assert len(merged(text)["input_ids"]) == len(unmerged(text)["input_ids"]) == num_tokens
     assert merged.chat_template == unmerged.chat_template

@@ -224,9 +224,9 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
 ) -> None:
     one = {**PLAIN, **given}
     recipe: Any = SimpleNamespace(
-        model=SimpleNamespace(offload=None, trunk="t", quantization=one["quantization"], trust_remote_code=False),
+        model=SimpleNamespace(offload=None, trunk="t", quantization=one["quantization"]),
     )
-    finetune = SimpleNamespace(config=one["config"], path=Path("t"), family=None, num_bytes=0)
+    finetune = SimpleNamespace(config=one["config"], path=Path("t"), family=None, num_bytes=0, trusts_code=False)
     inputs: Any = SimpleNamespace(adapter=one["adapter"], finetune=finetune)
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)

@@ -156,7 +156,7 @@ def test_replayed_rounds_are_those_of_decoding() -> None:
     head = opened.load_drafting(trunk)
     assert isinstance(head, HeadDrafting)
     suite = EvaluationGrid(suite="demo", prompts_per_task=2)
-    given = grid_prompts(suite, load_tokenizer(opened.checkpoint, trust_remote_code=False), [None])[None]
+    given = grid_prompts(suite, load_tokenizer(opened.checkpoint), [None])[None]
     arms = arms_of(trunk, {"own": head}, 40)
     settings = [Setting(0.0, None, depth, "greedy") for depth in (3, 1)]
     decoded = decode_prompts(arms, {None: given}, arms.lanes(settings), Progress(disable=True))

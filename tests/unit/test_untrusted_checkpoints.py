@@ -170,7 +170,7 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, messa
     if name == INDEX_FILE:
         (checkpoint / SINGLE_FILE).unlink()
     (checkpoint / name).write_bytes(content)
-    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
+    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint)))
     assert found.startswith(f"{checkpoint / name}: ")
     assert message in found
 
@@ -258,7 +258,7 @@ def test_the_generation_config_decides_the_end_of_text_where_it_exists(
     if content is not None:
         write_json(checkpoint / GENERATION_CONFIG_FILE, content)
     opened = open_checkpoint(checkpoint)
-    tokenizer = load_tokenizer(opened, trust_remote_code=False)
+    tokenizer = load_tokenizer(opened)
     assert eos_token_ids(opened, tokenizer) == expected | {tokenizer.eos_token_id}
 
 
@@ -286,9 +286,9 @@ def changed_tokenizer(checkpoint: Path, **fields: Any) -> None:
 )
 def test_a_broken_tokenizer_is_named(do: Callable[[Path], Any], message: str, checkpoint: Path) -> None:
     opened = open_checkpoint(checkpoint)
-    load_tokenizer(opened, trust_remote_code=False)
+    load_tokenizer(opened)
     do(checkpoint)
-    found = refusal(lambda: load_tokenizer(opened, trust_remote_code=False))
+    found = refusal(lambda: load_tokenizer(opened))
     assert str(checkpoint) in found
     assert message in found
 
@@ -296,5 +296,5 @@ def test_a_broken_tokenizer_is_named(do: Callable[[Path], Any], message: str, ch
 def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) -> None:
     vocabulary = read_json(checkpoint / "tokenizer.json")["model"]["vocab"]
     changed_tokenizer(checkpoint, model={"vocab": vocabulary | {"A": BYTE_VOCAB_SIZE}})
-    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
+    found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint)))
     assert f"the tokenizer has the id {BYTE_VOCAB_SIZE} for 'A' (1 such tokens)" in found

@@ -214,7 +214,7 @@ def merge(
     if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
         resized = replace(source, config=with_fields(source, plan.config_fields))
-        load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
+        load_tokenizer(resized, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
     equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
@@ -378,7 +378,7 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
             kind=kind,
             trunk=trunk.path,
             config=config,
-            tokenizer=load_tokenizer(trunk, trust_remote_code=False),
+            tokenizer=load_tokenizer(trunk),
             progress=progress,
         )
     return out / name
