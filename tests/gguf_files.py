@@ -74,7 +74,9 @@ def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     keys = [key for key in opened.tensors if key.startswith(layers) and not layout.is_head_key(key)]
     stored = NativeHead(tuple(exact_tensor(opened, key, key) for key in keys), (), {})
-    for one in head_tensors(opened, layout, stored, replace(record, roots=(f"{layers}{{layer}}.",)), config):
+    # As if every layer was one of a head.
+    none_before = replace(layout, num_hidden_layers=0)
+    for one in head_tensors(opened, none_before, stored, record, {**config, "num_hidden_layers": 0}):
         writer.add_tensor(one.key, one.load().float().numpy())
     for tensor in head.tensors:
         if not tensor.name.startswith("blk."):

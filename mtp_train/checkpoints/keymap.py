@@ -122,6 +122,10 @@ class HeadLayout:
         """Return the trunk's key that a head key repeats, as the family's record has it, or None."""
         return next((trunk for trunk, pattern in self._shared if pattern.match(key)), None)
 
+    def shared_module(self, key: str) -> int:
+        """Return the index of the module that a key shared with the trunk belongs to."""
+        return next(self._module(match) for _, pattern in self._shared if (match := pattern.match(key)))
+
     def trunk_key(self, shared: str, trunk_keys: Iterable[str]) -> str:
         """Return the trunk key whose tensor is copied to a shared key, from the result of :meth:`shared_key`."""
         key = shared.format(trunk=self.trunk_prefix)
@@ -139,6 +143,12 @@ class HeadLayout:
             ours = f"blocks.{self._module(match)}.{rule.ours.format(**groups)}"
             return Mapped(ours, place, int(groups["expert"]) if groups.get("expert") is not None else None)
         return None
+
+    def parts_of(self, mapped: Mapped) -> tuple[int, int]:
+        """Return the number of a tensor among those that are concatenated to its parameter, and their count."""
+        ours = self._rules[mapped.place][0].ours
+        places = [place for place, (rule, _, _) in enumerate(self._rules) if rule.ours == ours]
+        return places.index(mapped.place), len(places)
 
     def renamed(self, key: str, target: HeadLayout) -> str:
         """Return a head key's name in another checkpoint of the family, which may have another decoder prefix."""

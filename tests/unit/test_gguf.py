@@ -30,8 +30,18 @@ from runs import Capture, refusal
 from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
-# Which means another norm in a trunk's layer.
-NORMS_OF_THE_HEAD = ("norm.weight", "layers.1.norm.weight")
+OF_A_RELEASE = {
+    "proj.weight": "eh_proj.weight",
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    # Another norm in a trunk's layer, and a bias that the converter of Hunyuan 3 names without an ending.
+    "layers.1.norm.weight": "",
+    "mlp.e_score_correction.bias": "",
+}
+FINAL_NORMS = {
+    "nextn.shared_head_norm.weight": "shared_head.norm.weight",
+    "layer_output_norm.weight": "final_layernorm.weight",
+}
 
 
 def half(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -178,13 +188,14 @@ def test_names_are_those_of_the_gguf_package(model_type: str) -> None:
     # A release of the package has an architecture some time after llama.cpp does.
     theirs = gguf.get_tensor_name_map(archs.get(record.arch, gguf.MODEL_ARCH.GLM_DSA), 8)
     checked = 0
-    for native, ours in record.names.items():
-        key = native.replace("{expert}.", "").replace("_correction_bias", "_correction.bias")
+    for parameter, ours in record.names.items():
+        key = parameter.replace("_correction_bias", "_correction.bias").removeprefix("layer.")
         # Nemotron's sublayers are layers of their own elsewhere.
         layer = "backbone.layers.7." if key.startswith("layers.") else "model.layers.7."
-        name = theirs.get_name(layer + re.sub(r"^layers\.\d\.", "", key), try_suffixes=(".weight", ".bias"))
-        if name is not None and native not in NORMS_OF_THE_HEAD and key.endswith((".weight", ".bias")):
-            assert name == f"blk.7.{ours}", native
+        key = FINAL_NORMS.get(str(ours)) or OF_A_RELEASE.get(key, re.sub(r"^layers\.\d\.", "", key))
+        name = theirs.get_name(layer + key, try_suffixes=(".weight", ".bias"))
+        if name is not None and isinstance(ours, str) and key.endswith((".weight", ".bias")):
+            assert name == f"blk.7.{ours}", parameter
             checked += 1
     assert checked >= 9
 

@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 
 from mtp_train.checkpoints.gguf.record import (
+    AT_THE_END,
     BEFORE_FFN,
     FIELDS,
     LATENT_FIELDS,
+    LM_HEAD_NAME,
     NAMES,
     NUM_MODULES,
-    PARTS,
     POST_ATTENTION,
     SIGMOID_ROUTER,
     Cut,
@@ -72,15 +73,9 @@ def _mimo_key_heads(config: RawConfig) -> Value:
 _MIMO_V2 = GgufHead(
     arch="mimo2",
     pre_tokenizer="qwen2",
-    roots=("model.mtp.layers.{module}.",),
-    names={
-        **NAMES,
-        "final_layernorm.weight": "layer_output_norm.weight",
-        "self_attn.attention_sink_bias": "attn_sinks.weight",
-        "pre_mlp_layernorm.weight": "ffn_norm.weight",
-    },
+    names={**NAMES, **BEFORE_FFN, **AT_THE_END},
     # llama.cpp's graph aborts on separate query, key and value matrices, and its converter does not join them.
-    joined={"attn_qkv.weight": Join(0, tuple(f"self_attn.{part}_proj.weight" for part in "qkv"))},
+    joined={"attn_qkv.weight": Join(0, tuple(f"layer.self_attn.{part}_proj.weight" for part in "qkv"))},
     fields={
         **FIELDS,
         "attention.head_count_kv": _mimo_key_heads,
@@ -125,17 +120,7 @@ def _llama3_factors(config: RawConfig) -> list[float] | None:
 _STEP = GgufHead(
     arch="step35",
     pre_tokenizer="deepseek-v3",
-    names={
-        **NAMES,
-        **BEFORE_FFN,
-        "transformer.shared_head.norm.weight": "nextn.shared_head_norm.weight",
-        "transformer.shared_head.output.weight": "nextn.shared_head_head.weight",
-        "self_attn.g_proj.weight": "attn_gate.weight",
-        "moe.gate.weight": "ffn_gate_inp.weight",
-        "moe.router_bias": "exp_probs_b.bias",
-        **{f"moe.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS},
-        **{f"share_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
-    },
+    names={**NAMES, **BEFORE_FFN, "lm_head.weight": LM_HEAD_NAME},
     norm_offset=1.0,
     generated={"rope_freqs.weight": _llama3_factors},
     fields={
@@ -178,33 +163,27 @@ def _nemotron_blocks(kind: str, field: str) -> Field:
 _NEMOTRON = GgufHead(
     arch="nemotron_h_moe",
     pre_tokenizer="pixtral",
-    roots=("mtp.",),
     names={
+        **NAMES,
         **weights(
             {
-                "layers.0.eh_proj": "nextn.eh_proj",
-                "layers.0.enorm": "nextn.enorm",
-                "layers.0.hnorm": "nextn.hnorm",
-                "layers.1.final_layernorm": "nextn.shared_head_norm",
-                "layers.0.norm": "attn_norm",
-                "layers.0.mixer.v_proj": "attn_v",
-                "layers.0.mixer.o_proj": "attn_output",
-                "layers.1.norm": "post_attention_norm",
-                "layers.1.mixer.gate": "ffn_gate_inp",
-                "layers.1.mixer.experts.{expert}.up_proj": "ffn_up_exps",
-                "layers.1.mixer.experts.{expert}.down_proj": "ffn_down_exps",
-                "layers.1.mixer.shared_experts.up_proj": "ffn_up_shexp",
-                "layers.1.mixer.shared_experts.down_proj": "ffn_down_shexp",
-                "layers.1.mixer.fc1_latent_proj": "ffn_latent_down",
-                "layers.1.mixer.fc2_latent_proj": "ffn_latent_up",
+                "layer.layers.0.norm": "attn_norm",
+                "layer.layers.0.mixer.v_proj": "attn_v",
+                "layer.layers.0.mixer.o_proj": "attn_output",
+                "layer.layers.1.norm": "post_attention_norm",
+                "layer.layers.1.mixer.gate": "ffn_gate_inp",
+                "layer.layers.1.mixer.shared_experts.up_proj": "ffn_up_shexp",
+                "layer.layers.1.mixer.shared_experts.down_proj": "ffn_down_shexp",
+                "layer.layers.1.mixer.fc1_latent_proj": "ffn_latent_down",
+                "layer.layers.1.mixer.fc2_latent_proj": "ffn_latent_up",
             }
         ),
-        "layers.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    },
-    # The row order of a rotary embedding. This attention has none, so any order works that both matrices share.
-    cuts={
-        "layers.0.mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
-        "layers.0.mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
+        "layer.layers.1.mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "layer.layers.1.mixer.experts.up_proj": "ffn_up_exps.weight",
+        "layer.layers.1.mixer.experts.down_proj": "ffn_down_exps.weight",
+        # The row order of a rotary embedding. This attention has none, so any order works that both matrices share.
+        "layer.layers.0.mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
+        "layer.layers.0.mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
     },
     fields={
         **FIELDS,
@@ -230,15 +209,7 @@ _NEMOTRON = GgufHead(
 _LING = GgufHead(
     arch="bailingmoe3",
     pre_tokenizer="bailingmoe2",
-    names={
-        **{native.replace("self_attn.", "attention."): ours for native, ours in NAMES.items()},
-        **BEFORE_FFN,
-        "final_layernorm.weight": "layer_output_norm.weight",
-        "attention.dense.weight": "attn_output.weight",
-        "attention.g_proj.weight": "attn_gate.weight",
-        "mlp.gate.expert_bias": "exp_probs_b.bias",
-    },
-    cuts={"attention.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
+    names={**NAMES, **BEFORE_FFN, **AT_THE_END},
     fields={
         **FIELDS,
         **LATENT_FIELDS,
@@ -296,7 +267,6 @@ _COMMAND = GgufHead(
 
 # Qwen, GLM, DeepSeek and Hunyuan
 
-_EXPERTS_OF = {"gate": "w1", "down": "w2", "up": "w3"}
 _MIXING = ("fn", "base", "scale")
 
 
@@ -320,36 +290,22 @@ def _bounds(config: RawConfig) -> Value:
 _DEEPSEEK_V4 = GgufHead(
     arch="deepseek4",
     pre_tokenizer="joyai-llm",
-    roots=("mtp.{module}.",),
     names={
+        **NAMES,
+        **BEFORE_FFN,
         **weights(
             {
-                "enorm": "nextn.enorm",
-                "hnorm": "nextn.hnorm",
-                "norm": "nextn.shared_head_norm",
-                # Releases share these two with the trunk. The converter has no name for them, but the loader has.
-                "emb.tok_emb": "nextn.embed_tokens",
-                "head": "nextn.shared_head_head",
-                "attn_norm": "attn_norm",
-                "attn.wq_a": "attn_q_a",
-                "attn.q_norm": "attn_q_a_norm",
-                "attn.wq_b": "attn_q_b",
-                "attn.wkv": "attn_kv",
-                "attn.kv_norm": "attn_kv_a_norm",
-                "attn.wo_a": "attn_output_a",
-                "attn.wo_b": "attn_output_b",
-                "ffn_norm": "ffn_norm",
-                "ffn.gate": "ffn_gate_inp",
-                **{f"ffn.shared_experts.{theirs}": f"ffn_{ours}_shexp" for ours, theirs in _EXPERTS_OF.items()},
-                **{f"ffn.experts.{{expert}}.{theirs}": f"ffn_{ours}_exps" for ours, theirs in _EXPERTS_OF.items()},
+                "layer.self_attn.q_a_norm": "attn_q_a_norm",
+                "layer.self_attn.kv_norm": "attn_kv_a_norm",
+                "layer.self_attn.kv_proj": "attn_kv",
+                "layer.self_attn.o_a_proj": "attn_output_a",
+                "layer.self_attn.o_b_proj": "attn_output_b",
             }
         ),
-        "attn.attn_sink": "attn_sinks.weight",
-        "ffn.gate.bias": "exp_probs_b.bias",
-        **{f"hc_{part}_{one}": f"hc_{part}_{one}.weight" for part in ("attn", "ffn") for one in _MIXING},
+        **{f"layer.{part}_hc.{one}": f"hc_{part}_{one}.weight" for part in ("attn", "ffn") for one in _MIXING},
     },
-    outside={f"hc_head_{one}": f"output_hc_{one}.weight" for one in _MIXING},
-    joined={"nextn.eh_proj.weight": Join(1, ("e_proj.weight", "h_proj.weight"))},
+    outside={f"mixer.hc_{one}": f"output_hc_{one}.weight" for one in _MIXING},
+    joined={"nextn.eh_proj.weight": Join(1, ("token_proj.weight", "hidden_proj.weight"))},
     fields={
         **FIELDS,
         "embedding_length_out": product("hidden_size", "hc_mult"),
@@ -373,15 +329,7 @@ _DEEPSEEK_V4 = GgufHead(
 _QWEN = GgufHead(
     arch="qwen35",
     pre_tokenizer="qwen35",
-    roots=("mtp.layers.{module}.", "mtp."),
-    names={
-        **NAMES,
-        **POST_ATTENTION,
-        "fc.weight": "nextn.eh_proj.weight",
-        "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
-        "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
-        "norm.weight": "nextn.shared_head_norm.weight",
-    },
+    names={**NAMES, **POST_ATTENTION},
     norm_offset=1.0,
     fields={
         **FIELDS,
@@ -397,13 +345,6 @@ _QWEN = GgufHead(
 _QWEN_MOE = dataclasses.replace(
     _QWEN,
     arch="qwen35moe",
-    names={
-        **_QWEN.names,
-        "mlp.experts.down_proj": "ffn_down_exps.weight",
-        "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
-        **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
-    },
-    cuts={"mlp.experts.gate_up_proj": Cut("halves", ("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
     fields={**_QWEN.fields, "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size")},
 )
 _QWEN3_NEXT = dataclasses.replace(
@@ -431,7 +372,6 @@ _LATENT = GgufHead(
     arch="deepseek2",
     pre_tokenizer="glm4",
     names={**NAMES, **BEFORE_FFN},
-    cuts={"self_attn.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
     special_tokens=_GLM_TOKENS,
     fields={
         **FIELDS,
@@ -465,14 +405,7 @@ _DEEPSEEK_V32 = dataclasses.replace(_DEEPSEEK_V3, arch="deepseek32")
 _HY_V3 = GgufHead(
     arch="hy_v3",
     pre_tokenizer="hunyuan-dense",
-    names={
-        **NAMES,
-        **BEFORE_FFN,
-        "final_layernorm.weight": "nextn.shared_head_norm.weight",
-        "mlp.router.gate.weight": "ffn_gate_inp.weight",
-        "mlp.expert_bias": "exp_probs_b",
-        **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
-    },
+    names={**NAMES, **BEFORE_FFN, "layer.mlp.e_score_correction_bias": "exp_probs_b"},
     fields={
         **FIELDS,
         "expert_shared_feed_forward_length": product("moe_intermediate_size", "num_shared_experts"),

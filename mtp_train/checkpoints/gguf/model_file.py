@@ -29,7 +29,16 @@ from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTP
 from mtp_train.checkpoints.export import LinkMode, add_in_place, place_file
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.record import BEFORE_FFN, FIELDS, NAMES, Value, flag, whole
+from mtp_train.checkpoints.gguf.record import (
+    BEFORE_FFN,
+    EMBEDDING_NAME,
+    FIELDS,
+    LM_HEAD_NAME,
+    NAMES,
+    Value,
+    flag,
+    whole,
+)
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_value, paired, write_tensors
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
@@ -316,22 +325,23 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
     trunk = open_checkpoint(directory)
     record = GGUF_HEADS[str(trunk.text_config.get("model_type"))]
     layout = HeadLayout(trunk.family, _TRUNK_PREFIX, model.num_layers)
-    tails = {name: tail for tail, name in record.names.items()}
+    parameters = {name: ours for ours, name in record.names.items() if isinstance(name, str)}
     tensors = []
     for name, stored in model.head.items():
         _, block, rest = name.split(".", 2)
-        places = {"trunk": _TRUNK_PREFIX, "layer": block, "module": int(block) - model.num_layers}
-        # The shortest root first: a rule of a module's layers takes any name.
-        keys = (root.format(**places) + tails[rest] for root in reversed(record.roots) if rest in tails)
-        key = next((key for key in keys if layout.map_key(key) is not None), None)
-        if key is None:
+        if rest not in parameters and rest in (EMBEDDING_NAME, LM_HEAD_NAME):
+            # A copy of the trunk's.
+            continue
+        ours = f"blocks.{int(block) - model.num_layers}.{parameters.get(rest)}"
+        keys = [key for key, _ in layout.split(ours, torch.empty(torch_shape(stored), device="meta"))]
+        if len(keys) != 1 or rest not in parameters:
             raise UnsupportedModelError(
                 f"{model.files[0]}: {name} is not read back from GGUF here; expected a head whose tensors are only "
                 "renamed. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
             )
         offset = record.norm_offset if name.endswith("norm.weight") else 0.0
         blocks = partial(_loaded, stored, offset)
-        tensors.append(PendingTensor(key, SAFETENSORS_DTYPES[dtype], torch_shape(stored), blocks))
+        tensors.append(PendingTensor(keys[0], SAFETENSORS_DTYPES[dtype], torch_shape(stored), blocks))
     declared = trunk.family.declaring(model.declared_modules, trunk.config)
     add_in_place(trunk, layout, NativeHead(tuple(tensors), (), declared))
 
@@ -342,11 +352,12 @@ def _loaded(stored: gguf.ReaderTensor, offset: float) -> list[Tensor]:
 
 DRAFT_ARCH = "eagle3"
 _LAYER = "midlayer."
+"""In place of our ``layer.``."""
 _DRAFT_NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
     OUTPUT_KEY: "output.weight",
-    **{_LAYER + key: f"blk.0.{name}" for key, name in {**NAMES, **BEFORE_FFN}.items()},
+    **{name.replace("layer.", _LAYER, 1): f"blk.0.{theirs}" for name, theirs in {**NAMES, **BEFORE_FFN}.items()},
     f"{_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }
 """Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""

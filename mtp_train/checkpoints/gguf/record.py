@@ -1,7 +1,8 @@
 """The ``GgufHead`` record of a head's tensor names and metadata in GGUF, and the names and fields that records share.
 
-The source is llama.cpp's converter (``--mtp``) and loaders. Tensor names are keyed by the checkpoint's own names; names
-and defaults of metadata fields equal the converter's. This module does not need the ``gguf`` package.
+The source is llama.cpp's converter (``--mtp``) and loaders. Tensor names are keyed by our parameters, and the families'
+own tables map the checkpoints' keys to these. Names and defaults of metadata fields equal the converter's. This module
+does not need the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_ac
 
 @dataclass(frozen=True)
 class Cut:
-    """A native tensor that GGUF stores as two tensors, or with its rows in another order."""
+    """A parameter that GGUF stores as two tensors, or with its rows in another order."""
 
     how: Literal["halves", "latent_kv", "query_pairs", "key_pairs"]
     """``halves``: two halves along the next to last axis. ``latent_kv``: each head's key part, transposed, and its
@@ -38,7 +39,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Join:
-    """Native matrices that GGUF stores as one tensor."""
+    """Matrices that GGUF stores as one tensor."""
 
     axis: Literal[0, 1]
     """Axis of the concatenation: 0 appends rows, 1 appends columns."""
@@ -54,20 +55,16 @@ class GgufHead:
     pre_tokenizer: str
     """llama.cpp's name of the pre-tokenizer. Its converter derives the name from a hash of the tokenization of a fixed
     text, which fails for a tokenizer with added tokens. Loaders need a known name, although drafts are token ids."""
-    names: Mapping[str, str]
-    """Native head key without its root, to the name within its block. Tensors of keys with ``{expert}`` are stacked."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """Native head key without its root, to the change of a tensor that is split or reordered."""
+    names: Mapping[str, str | Cut]
+    """Parameter of a head module to its name within the block, or to those that it is cut into."""
     joined: Mapping[str, Join] = field(default_factory=dict)
-    """Name within the block to the native tensors that are concatenated."""
+    """Name within the block to the parameters that are concatenated."""
     outside: Mapping[str, str] = field(default_factory=dict)
-    """Native head key without its root, to a name outside of the blocks, for parts that the trunk has too."""
+    """Parameter of a head module to a name outside of the blocks, for parts that the trunk has too."""
     generated: Mapping[str, Callable[[RawConfig], list[float] | None]] = field(default_factory=dict)
     """Name to a function of the text config (defaults filled in) that returns the tensor's values; None: no tensor."""
     fields: Mapping[str, Field]
     """Metadata fields. The writer adds the numbers of blocks and head modules."""
-    roots: tuple[str, ...] = ("{trunk}layers.{layer}.",)
-    """Prefixes of native head keys, longest first. A prefix without a number belongs to the first module."""
     norm_offset: float = 0.0
     """Added to every norm's weight: 1 for checkpoints that store w for models that multiply by 1 + w."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -254,39 +251,48 @@ LATENT_FIELDS: Mapping[str, Field] = {
 
 
 PARTS = ("gate", "up", "down")
-NAMES: Mapping[str, str] = {
+NAMES: Mapping[str, str | Cut] = {
     **weights(
         {
-            **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
-            "shared_head.norm": "nextn.shared_head_norm",
-            "shared_head.head": "nextn.shared_head_head",
-            "input_layernorm": "attn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output",
-            "self_attn.q_norm": "attn_q_norm",
-            "self_attn.k_norm": "attn_k_norm",
-            "self_attn.q_a_proj": "attn_q_a",
-            "self_attn.q_a_layernorm": "attn_q_a_norm",
-            "self_attn.q_b_proj": "attn_q_b",
-            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-            "self_attn.indexer.wq_b": "indexer.attn_q_b",
-            "self_attn.indexer.wk": "indexer.attn_k",
-            "self_attn.indexer.k_norm": "indexer.k_norm",
-            "self_attn.indexer.weights_proj": "indexer.proj",
-            "mlp.gate": "ffn_gate_inp",
-            **{f"mlp.{part}_proj": f"ffn_{part}" for part in PARTS},
-            **{f"mlp.experts.{{expert}}.{part}_proj": f"ffn_{part}_exps" for part in PARTS},
-            **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in PARTS},
+            "proj": "nextn.eh_proj",
+            "embed_norm": "nextn.enorm",
+            "hidden_norm": "nextn.hnorm",
+            "final_norm": "nextn.shared_head_norm",
+            "layer.input_layernorm": "attn_norm",
+            **{f"layer.self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+            "layer.self_attn.o_proj": "attn_output",
+            "layer.self_attn.g_proj": "attn_gate",
+            "layer.self_attn.q_norm": "attn_q_norm",
+            "layer.self_attn.k_norm": "attn_k_norm",
+            "layer.self_attn.q_a_proj": "attn_q_a",
+            "layer.self_attn.q_a_layernorm": "attn_q_a_norm",
+            "layer.self_attn.q_b_proj": "attn_q_b",
+            "layer.self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "layer.self_attn.kv_a_layernorm": "attn_kv_a_norm",
+            "layer.self_attn.indexer.wq_b": "indexer.attn_q_b",
+            "layer.self_attn.indexer.wk": "indexer.attn_k",
+            "layer.self_attn.indexer.k_norm": "indexer.k_norm",
+            "layer.self_attn.indexer.weights_proj": "indexer.proj",
+            "layer.mlp.gate": "ffn_gate_inp",
+            "layer.mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+            **{f"layer.mlp.{part}_proj": f"ffn_{part}" for part in PARTS},
+            **{f"layer.mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in PARTS},
+            **{f"layer.mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in PARTS},
         }
     ),
-    **{f"self_attn.{part}_proj.bias": f"attn_{part}.bias" for part in "qkv"},
-    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"layer.self_attn.{part}_proj.bias": f"attn_{part}.bias" for part in "qkv"},
+    "layer.self_attn.sinks": "attn_sinks.weight",
+    "layer.self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+    "layer.self_attn.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight")),
+    "layer.mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "layer.mlp.experts.gate_up_proj": Cut("halves", ("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+    "layer.mlp.experts.down_proj": "ffn_down_exps.weight",
 }
-"""Names of tensors that releases name alike."""
+"""Names of the parameters of most heads."""
+EMBEDDING_NAME, LM_HEAD_NAME = "nextn.embed_tokens.weight", "nextn.shared_head_head.weight"
+"""Names of a module's own matrices over the vocabulary, or of the trunk's that releases repeat there."""
 # llama.cpp has two names for the norm in front of the MLP, depending on the architecture.
-POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
-BEFORE_FFN = {"post_attention_layernorm.weight": "ffn_norm.weight"}
+POST_ATTENTION = {"layer.post_attention_layernorm.weight": "post_attention_norm.weight"}
+BEFORE_FFN = {"layer.post_attention_layernorm.weight": "ffn_norm.weight"}
+AT_THE_END = {"final_norm.weight": "layer_output_norm.weight"}
+"""The name of the head's final norm in architectures whose blocks all may end in one."""

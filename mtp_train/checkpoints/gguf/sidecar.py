@@ -24,7 +24,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, read_json, require_finite
-from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
+from mtp_train.checkpoints.gguf.record import EMBEDDING_NAME, LM_HEAD_NAME, NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
@@ -32,7 +32,6 @@ from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Types that the gguf package writes. K-quants are llama-quantize's: it takes the file of a head alone."""
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 # Texts of control tokens without the special flag, by the rule of llama.cpp's converter.
 _CONTROL = re.compile(r"(?s:<\|(?:.*\|)?>|<\uff5c(?:.*\uff5c)?>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\])")
 _MAX_ELEMENTS = 1 << 24
@@ -224,29 +223,34 @@ def _of_head(
 ) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
     groups: dict[str, dict[int, PendingTensor]] = {}
-    part_of = {tail: (name, place) for name, join in record.joined.items() for place, tail in enumerate(join.parts)}
+    part_of = {ours: (name, place) for name, join in record.joined.items() for place, ours in enumerate(join.parts)}
     num_layers = int(config["num_hidden_layers"])
     for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
-        block, tail = _place(native.key, layout, record, num_layers)
-        if tail in record.outside:
-            if block != num_layers:
+        mapped, shared = layout.map_key(native.key), layout.shared_key(native.key)
+        if shared is not None:
+            name = LM_HEAD_NAME if shared == layout.family.keys.lm_head else EMBEDDING_NAME
+            yield replace(native, key=f"blk.{num_layers + layout.shared_module(native.key)}.{name}")
+            continue
+        if mapped is None:
+            raise _no_name(native.key, record)
+        _, module, ours = mapped.ours.split(".", 2)
+        block = f"blk.{num_layers + int(module)}"
+        if ours in record.outside:
+            if int(module):
                 raise CheckpointError(
                     f"{native.key}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one "
                     "module. Export without --gguf."
                 )
-            yield replace(native, key=record.outside[tail])
-            continue
-        if tail in part_of:
-            name, place = part_of[tail]
-            groups.setdefault(f"blk.{block}.{name}", {})[place] = native
-            continue
-        expert = _EXPERT.search(tail)
-        for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
-            name = f"blk.{block}.{piece.key}"
-            if expert is None:
-                yield replace(piece, key=name)
-            else:
-                groups.setdefault(name, {})[int(expert[0])] = piece
+            yield replace(native, key=record.outside[ours])
+        elif ours in part_of:
+            name, place = part_of[ours]
+            groups.setdefault(f"{block}.{name}", {})[place] = native
+        else:
+            for piece in _named(native, ours, layout.parts_of(mapped), record, config):
+                if mapped.expert is None:
+                    yield replace(piece, key=f"{block}.{piece.key}")
+                else:
+                    groups.setdefault(f"{block}.{piece.key}", {})[mapped.expert] = piece
     for name, group in groups.items():
         pieces = [group[number] for number in sorted(group)]
         join = record.joined.get(name.split(".", 2)[2])
@@ -269,35 +273,27 @@ def _joined(name: str, pieces: Sequence[PendingTensor], axis: int) -> PendingTen
     return replace(pieces[0], key=name, shape=tuple(shape), blocks=blocks)
 
 
-def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> tuple[int, str]:
-    """Return the index of the GGUF block of a native head key, and the key without its root."""
-    for root in record.roots:
-        pattern = re.escape(root.replace("{trunk}", layout.trunk_prefix))
-        for number in ("layer", "module"):
-            pattern = pattern.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
-        match = re.match(pattern, key)
-        if match is not None:
-            numbers = match.groupdict()
-            block = int(numbers.get("layer") or num_layers + int(numbers.get("module") or 0))
-            return block, key[match.end() :]
-    raise _no_name(key, record)
+def _named(
+    native: PendingTensor, ours: str, part: tuple[int, int], record: GgufHead, config: Mapping[str, Any]
+) -> Iterator[PendingTensor]:
+    """Yield a tensor of a parameter, or the parts that it is cut into, under names within the block.
 
-
-def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[str, Any]) -> Iterator[PendingTensor]:
-    """Yield a native tensor, or the parts that it is cut into, under names within the block."""
-    if tail in record.cuts:
-        cut = record.cuts[tail]
-
-        def part(place: int) -> list[Tensor]:
-            return [_cut(cut.how, native.load(), config)[place]]
-
-        shapes = [one.shape for one in _cut(cut.how, torch.empty(native.shape, device="meta"), config)]
-        for place, (name, shape) in enumerate(zip(cut.names, shapes, strict=True)):
-            yield replace(native, key=name, shape=shape, blocks=partial(part, place))
-    elif tail in record.names:
-        yield replace(native, key=record.names[tail])
-    else:
+    Args:
+        part: The number of the tensor among those of its parameter, and their count.
+    """
+    name, (number, count) = record.names.get(ours), part
+    if name is None:
         raise _no_name(native.key, record)
+    if isinstance(name, str) or count > 1:
+        yield replace(native, key=name if isinstance(name, str) else name.names[number])
+        return
+
+    def cut(place: int) -> list[Tensor]:
+        return [_cut(name.how, native.load(), config)[place]]
+
+    shapes = [one.shape for one in _cut(name.how, torch.empty(native.shape, device="meta"), config)]
+    for place, (its_name, shape) in enumerate(zip(name.names, shapes, strict=True)):
+        yield replace(native, key=its_name, shape=shape, blocks=partial(cut, place))
 
 
 def _no_name(key: str, record: GgufHead) -> CheckpointError:
@@ -307,7 +303,7 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
 
 
 def _cut(how: str, block: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return the parts of a native tensor that GGUF stores."""
+    """Return the parts of a tensor that GGUF stores."""
     if how == "query_pairs":
         return (paired(block, int(config["num_attention_heads"])),)
     if how == "key_pairs":
