@@ -28,8 +28,8 @@ class HeadKind:
         name: The value of ``head.kind``.
         title: The name that tables and messages print.
         parts: ``module:name`` of its parts, imported at first use.
-        drafting: ``module:name`` of the function from a head, and the tokens that it may draft (int, shape (R,)) where
-            these are not all, to the decoder's ``Drafting``.
+        drafting: ``module:name`` of the function from a head, and the tokens that it may draft (int, shape (R,); None
+            for all), to the decoder's ``Drafting``.
         has_file: Whether the head is stored in a checkpoint of its own, a draft model, and not in its trunk's.
         starts: The values of ``head.init`` that it can start from; empty if it is decoded with, and not trained.
         has_output: Whether it always has an output matrix of its own, so that no draft vocabulary can be chosen for it.
@@ -59,7 +59,7 @@ class HeadKind:
 
     def draft_with(self, head: Any, draft_vocab_R: Any) -> Any:
         """Return the decoder's ``Drafting`` with a head."""
-        return pkgutil.resolve_name(self.drafting)(head, *([] if draft_vocab_R is None else [draft_vocab_R]))
+        return pkgutil.resolve_name(self.drafting)(head, draft_vocab_R)
 
 
 _PARTS = "mtp_train.families.kinds"

@@ -6,10 +6,9 @@ head, a draft model with an EAGLE or Medusa head, an assistant model, a block dr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +20,7 @@ from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
-from mtp_train.checkpoints.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
+from mtp_train.checkpoints.tokenizer import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.families import Family
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
@@ -137,23 +136,14 @@ def open_model(
     return OpenModel(checkpoint, checkpoint.family, adapter_path, quantization, head, plan)
 
 
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    chat: bool,
-    where: str,
-    variables: Mapping[str, Any] = NO_VARIABLES,
-) -> list[int]:
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool, where: str) -> list[int]:
     """Return the token ids of a text; with ``chat``, of the chat template with the text as the user's message.
-
-    ``variables`` are what the template reads beside the message.
 
     Raises:
         DataError: The prompt has no token, or there is no chat template that accepts it.
     """
     if chat:
-        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where, variables)
+        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where)
     prompt_ids = raw_tokens(tokenizer, prompt)
     if not prompt_ids:
         raise DataError(f"{where}: no token; expected some text. Write a prompt.")

@@ -84,8 +84,7 @@ def _one_way(best: Contenders, other: Contenders, is_same_PNN: NDArray[np.bool_]
     # Equal infinities, of tokens that the model excludes, have no difference.
     with np.errstate(invalid="ignore"):
         difference_PN = np.abs(best.values_PN - np.where(is_same_PNN.any(-1), listed_PN, bound_PN))
-    largest_P: FloatArray = np.nan_to_num(difference_PN, nan=0.0).max(-1)
-    return largest_P
+    return np.nan_to_num(difference_PN, nan=0.0).max(-1)
 
 
 class Rounding:

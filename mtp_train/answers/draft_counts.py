@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from mtp_train.checkpoints.files import JsonObject
 from mtp_train.errors import DataError
 
 COUNTING = ("vllm", "llamacpp")
@@ -110,19 +111,19 @@ def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCou
     return sum(totals[name] for name in GENERATED), counts
 
 
-def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
+def native_payload(payload: JsonObject) -> JsonObject:
     same = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "skip_special_tokens")
     sampling = {name: payload[name] for name in same}
     sampling |= {"max_new_tokens": payload["max_tokens"], "sampling_seed": payload["seed"]}
     return {"input_ids": payload["prompt"], "sampling_params": sampling}
 
 
-def as_object(value: object) -> Mapping[str, Any]:
+def as_object(value: object) -> JsonObject:
     """Return a value of a server's response that should be an object; empty if it is none."""
     return value if isinstance(value, dict) else {}
 
 
-def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
+def as_completion(document: JsonObject) -> JsonObject:
     """Return a response of SGLang's ``/generate`` as a completion."""
     told = as_object(document.get("meta_info"))
     reason = as_object(told.get("finish_reason"))
@@ -131,7 +132,7 @@ def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
     return {"choices": [choice], "usage": told, "meta_info": told}
 
 
-def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
+def response_counts(document: JsonObject) -> SpecCounts | None:
     """Return the draft counts in a response of llama-server or of :func:`as_completion`; None where it has none."""
     if isinstance(timings := document.get("timings"), dict):
         tokens, drafted, accepted = (timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted"))
@@ -151,5 +152,5 @@ def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
     return SpecCounts(rounds=rounds, draft_tokens=drafted, accepted_tokens=accepted, accepted_per_pos=per_pos)
 
 
-def _first(told: Mapping[str, Any], *names: str) -> Any:
+def _first(told: JsonObject, *names: str) -> Any:
     return next((told[name] for name in names if told.get(name) is not None), None)

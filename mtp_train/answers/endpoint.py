@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import httpx
 
 from mtp_inference.requests import Request
-from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, as_object, native_payload, read_counters
+from mtp_train.answers.draft_counts import (
+    COUNTING,
+    Counters,
+    as_completion,
+    as_object,
+    native_payload,
+    read_counters,
+)
+from mtp_train.checkpoints.files import JsonObject
 from mtp_train.checkpoints.tokenizer import raw_tokens
 from mtp_train.errors import DataError, printable, redacted
 
@@ -64,7 +72,7 @@ class Response(NamedTuple):
 
     token_ids: list[int]
     """The new tokens, with the end-of-text token if the response is finished."""
-    document: Mapping[str, Any]
+    document: JsonObject
     """The completion as the server sent it, with its usage and the like."""
 
 
@@ -231,7 +239,7 @@ class Endpoint:
                 place = as_object(json.loads(self.look("/props") or "{}")).get("model_path")
         self.checkpoint = place if isinstance(place, str) else None
 
-    def _payload(self, request: Request) -> dict[str, Any]:
+    def _payload(self, request: Request) -> JsonObject:
         """Return the JSON body of a completion request."""
         return {
             "model": self.model,
@@ -264,7 +272,7 @@ class Endpoint:
             return None
         return response.text if response.status_code == 200 else None
 
-    def response_of(self, request: Request, document: Mapping[str, Any]) -> Response | Refusal:
+    def response_of(self, request: Request, document: JsonObject) -> Response | Refusal:
         """Return the tokens of a completion, or that the server did not finish it.
 
         Raises:
@@ -298,9 +306,9 @@ class Endpoint:
         self,
         method: str,
         url: str,
-        payload: Mapping[str, Any] | None,
+        payload: JsonObject | None,
         timeout: httpx.Timeout | None = None,
-    ) -> dict[str, Any] | Refusal:
+    ) -> JsonObject | Refusal:
         """Send one request, up to ``max_attempts`` times while failures may pass, and return the JSON object."""
         cause = ""
         for attempt in range(self.max_attempts):
@@ -312,7 +320,7 @@ class Endpoint:
             try:
                 response = self._client.request(method, url, json=payload, timeout=timeout or self._timeout)
                 if response.status_code == 200:
-                    document: dict[str, Any] = response.json()
+                    document: JsonObject = response.json()
                     if not isinstance(document, dict):
                         raise ValueError("no JSON object")
                     return document
@@ -342,7 +350,7 @@ class Endpoint:
         return DataError(f"{self.url}: {found}; expected {expected}. {cure}.")
 
 
-def _entries(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _entries(document: JsonObject, name: str) -> list[JsonObject]:
     """Return the objects of a list in a server's response; empty if there is no such list."""
     found = document.get(name)
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import as_object
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response
+from mtp_train.checkpoints.files import JsonObject
 
 FILE_WAITS, WAITS_A_NOTE = 66, 10
 """Waits for the file of a reply, a minute in all, and how many are reported together. The connector locks a file before
@@ -113,7 +114,7 @@ class StatesServer:
         cure = "Check its log, that this directory is the server's, and that one user runs both; then run it again"
         raise self.endpoint.unusable(f"has not written {path}", "it within a minute", cure)
 
-    def _path(self, document: Mapping[str, Any]) -> Path:
+    def _path(self, document: JsonObject) -> Path:
         """Return the path of the file with the states of a completion.
 
         Raises:

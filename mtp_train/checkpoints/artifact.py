@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint, read_json, scan_safetensors, validated
+from mtp_train.checkpoints.files import Checkpoint, JsonObject, read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -49,9 +49,9 @@ class HeadConfigFile(BaseModel):
     convention: str
     draft_vocab: PositiveInt | None
     shared_keys: list[str]
-    config_fields: dict[str, Any]
-    notes: dict[str, Any]
-    draft_config: dict[str, Any] | None = None
+    config_fields: JsonObject
+    notes: JsonObject
+    draft_config: JsonObject | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Artifact(HeadPlan):
 
     num_depths: int
     """The number of depths that it was trained for, and the default draft depth."""
-    notes: dict[str, Any]
+    notes: JsonObject
     """The origin of the head, free-form; written and read back unchanged."""
 
 
@@ -148,11 +148,6 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
             "it again."
         ) from None
-    if not family.kind.has_file and written.draft_config is not None:
-        raise CheckpointError(
-            f"{path / HEAD_CONFIG_FILE}: a draft_config with a head of kind {family.kind.name}; expected null. Write "
-            "the head again."
-        )
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
     )

@@ -30,6 +30,7 @@ from mtp_train.checkpoints.files import (
     SINGLE_FILE,
     WEIGHT_SUFFIXES,
     Checkpoint,
+    JsonObject,
     open_checkpoint,
     read_json,
     read_metadata,
@@ -214,7 +215,7 @@ class _Placed:
     renames: Mapping[str, str]
     """Old file name to new one."""
 
-    def index(self, source: Checkpoint) -> dict[str, Any]:
+    def index(self, source: Checkpoint) -> JsonObject:
         """Return the copy's index, which lists every tensor, also those that the source's own index does not."""
         tensors = {key: info for key, info in source.tensors.items() if key not in self.dropped}
         tensors |= {key: pending.info(tensors[key].file) for key, pending in self.patches.items()}
@@ -287,14 +288,14 @@ def _shard_names(
 
 def patched_documents(
     source: Checkpoint, layout: HeadLayout, head: NativeHead | None, fields: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the JSON files that have to change, by name; files with the right content already are left out.
 
     The config gets the head's fields, and ``fields``. Where the checkpoint is quantised and the new head is in plain
     floats, the head is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
     """
     config = with_fields(source, {**fields, **({} if head is None else head.config_fields)})
-    documents: dict[str, Any] = {} if config == source.config else {CONFIG_FILE: config}
+    documents: JsonObject = {} if config == source.config else {CONFIG_FILE: config}
     if head is None:
         return documents
     groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
@@ -314,7 +315,7 @@ def patched_documents(
     return documents
 
 
-def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> JsonObject:
     """Return a checkpoint's config with other values of some fields."""
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")

@@ -37,6 +37,8 @@ from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
 from mtp_train.families.engines import EngineSupport
 
+JsonObject = dict[str, Any]
+"""An object as a file of JSON holds it."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -109,7 +111,7 @@ class Checkpoint:
 
     path: Path
     config: RawConfig
-    index: Mapping[str, Any] | None
+    index: JsonObject | None
     """The parsed index, None for a single file."""
     tensors: Mapping[str, TensorInfo]
     superseded: tuple[tuple[str, str], ...] = ()
@@ -204,7 +206,7 @@ class Checkpoint:
         return data
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Parse the JSON object in a small file of a checkpoint.
 
     Raises:
@@ -368,14 +370,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def indexed_files(index: Mapping[str, Any]) -> set[str]:
+def indexed_files(index: JsonObject) -> set[str]:
     """Return the names of the files that an index lists, without checking them."""
     weight_map = index.get("weight_map")
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     return {file for file in files if isinstance(file, str)}
 
 
-def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
+def _adds_nothing(path: Path, index: JsonObject) -> bool:
     """Return whether an index beside the single file names that file alone, or shards that are no longer there.
 
     transformers' ``save_pretrained`` deletes the shards of an earlier save, but not their index.
@@ -402,9 +404,9 @@ class _SectionFields(_TokenFields):
 
     model_type: str | None = None
     architectures: list[str] | None = None
-    auto_map: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
+    auto_map: JsonObject | None = None
+    rope_scaling: JsonObject | None = None
+    rope_parameters: JsonObject | None = None
     # Learning rates follow from it.
     hidden_size: PositiveInt | None = None
     num_hidden_layers: _Blocks | None = None
@@ -420,7 +422,7 @@ class _GenerationFields(_TokenFields):
     top_k: int | None = None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JsonObject:
     """Read a model's config, and check the types and sizes of the fields that we count with.
 
     transformers checks the others when it builds the model.
@@ -430,7 +432,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _require_section(section: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+def _require_section(section: JsonObject, path: Path, prefix: str = "") -> None:
     """Raise a CheckpointError where a field of a config or of its sections is wrong whatever the model."""
     validated(_SectionFields, section, path, _CORRECT, prefix)
     # The number of head modules, under the names that families give it.
@@ -477,7 +479,7 @@ def _refuse_other_weights(path: Path, config: RawConfig) -> None:
     )
 
 
-def _scan_indexed(path: Path, index: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], tuple[tuple[str, str], ...]]:
+def _scan_indexed(path: Path, index: JsonObject) -> tuple[dict[str, TensorInfo], tuple[tuple[str, str], ...]]:
     """Return the tensors of an index's shards, each as the index names it, and the copies that it does not name."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):

@@ -26,10 +26,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
 from rich.progress import Progress
 
 from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, read_json
@@ -61,7 +61,8 @@ Contents = Mapping[str, str]
 """File name to SHA-256, in hexadecimal."""
 
 
-class FileRecord(NamedTuple):
+@dataclass(frozen=True)
+class FileRecord:
     """The content hash of a file, and what the file system told of it when it was read."""
 
     sha256: str
@@ -74,7 +75,7 @@ class FileRecord(NamedTuple):
 
     @property
     def status(self) -> FileStatus:
-        return self[1:-1]
+        return self.size, self.mtime_ns, self.ctime_ns, self.inode, self.device
 
 
 FileStatus = tuple[int, int, int, int, int]
@@ -107,6 +108,7 @@ class InputRecord:
         return {name: record.sha256 for name, record in self.files.items()}
 
 
+_RECORDS = TypeAdapter(dict[str, InputRecord])
 Records = Mapping[str, InputRecord]
 """By the use of the input, such as ``model.trunk``."""
 
@@ -136,23 +138,16 @@ def read_records(directory: Path) -> dict[str, InputRecord]:
     if not path.is_file():
         return {}
     try:
-        return {
-            label: InputRecord(one["location"], {name: FileRecord(**record) for name, record in one["files"].items()})
-            for label, one in read_json(path)["inputs"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
+        return _RECORDS.validate_python(read_json(path).get("inputs"))
+    except ValidationError as invalid:
         raise CheckpointError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); expected the record that mtp-train wrote. "
-            "Restore it, or choose another directory."
+            f"{path}: cannot be read ({invalid.errors()[0]['msg']}); expected the record that mtp-train wrote. Restore "
+            "it, or choose another directory."
         ) from None
 
 
 def write_records(directory: Path, records: Records) -> None:
-    inputs = {
-        label: {"location": one.location, "files": {name: record._asdict() for name, record in one.files.items()}}
-        for label, one in records.items()
-    }
-    write_json(directory / RECORD_FILE, {"inputs": inputs})
+    write_json(directory / RECORD_FILE, {"inputs": {label: asdict(one) for label, one in records.items()}})
 
 
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, read_metadata
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, JsonObject, read_metadata
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
@@ -67,7 +67,7 @@ def is_marked(file: Path) -> bool:
     return file.is_file() and _TRAINED in read_metadata(file)
 
 
-def head_config_fields(source: Checkpoint) -> dict[str, Any]:
+def head_config_fields(source: Checkpoint) -> JsonObject:
     """Return the text-config fields that describe the head, and the head's section, with the checkpoint's values."""
     fields, section = source.family.declaration.fields, source.family.declaration.section
     found = {field: source.text_config[field] for field in fields if field in source.text_config}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint, TensorInfo, read_json
+from mtp_train.checkpoints.files import Checkpoint, JsonObject, TensorInfo, read_json
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
@@ -188,13 +188,13 @@ def method_of(checkpoint: Checkpoint) -> str:
     return "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
 
 
-def quant_settings(config: RawConfig) -> dict[str, Any]:
+def quant_settings(config: RawConfig) -> JsonObject:
     """Return the quantisation settings of a config, of its top level or of the text config; empty without any."""
     candidates = (config, config.get("text_config"))
     return next((part[QUANTISATION] for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), {})
 
 
-def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
+def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> JsonObject | None:
     """Return a config whose quantisation leaves the head's modules in plain floats, None where it lists them already.
 
     ``groups`` maps the key prefix of each head module to the layers under it that are in plain floats.
@@ -213,7 +213,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
     return changed if _extend(quant_settings(changed), method, groups) else None
 
 
-def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
+def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> JsonObject | None:
     """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
     changed = copy.deepcopy(dict(document))
     method = _Method(("exclude_modules",), _GLOB.entries)
@@ -304,7 +304,7 @@ def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Grou
     return groups
 
 
-def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
+def _extend(settings: JsonObject, method: _Method, groups: Groups) -> bool:
     """Add the entries that a list of exceptions lacks; return whether there were any."""
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
     listed = settings.get(field)

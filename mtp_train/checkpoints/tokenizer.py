@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+Variables = Mapping[str, Any]
+"""What a chat template reads beside the messages, by name."""
+NO_VARIABLES: Variables = MappingProxyType({})
 
 
 def load_tokenizer(checkpoint: Checkpoint, adapter: Path | None = None) -> Any:
@@ -154,7 +156,7 @@ def chat_prompt_tokens(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    variables: Mapping[str, Any] = NO_VARIABLES,
+    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """Return the token ids of a chat, up to and including the generation prompt for the assistant's next turn."""
     text = render_chat(tokenizer, messages, where, variables, add_generation_prompt=True)
@@ -162,7 +164,7 @@ def chat_prompt_tokens(
     return raw_tokens(tokenizer, text, start=False)
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, where: str, variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+def chat_template(tokenizer: PreTrainedTokenizerBase, where: str, variables: Variables = NO_VARIABLES) -> str:
     """Return the chat template of a tokenizer; some have another one for chats with tools."""
     try:
         template = tokenizer.get_chat_template(tools=variables.get("tools"))
@@ -183,7 +185,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    variables: Mapping[str, Any] = NO_VARIABLES,
+    variables: Variables = NO_VARIABLES,
     *,
     add_generation_prompt: bool,
 ) -> str:
@@ -210,7 +212,7 @@ def render_chat(
     return str(text)
 
 
-def _require_free(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], where: str) -> None:
+def _require_free(tokenizer: PreTrainedTokenizerBase, variables: Variables, where: str) -> None:
     if not variables:
         return
     taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
@@ -253,7 +255,7 @@ def _own_names(tree: nodes.Template) -> set[str]:
     return stored - {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
 
 
-def require_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], field: str) -> None:
+def require_variables(tokenizer: PreTrainedTokenizerBase, variables: Variables, field: str) -> None:
     """Check that the chat template reads variables that the user set."""
     known = template_variables(tokenizer)
     _require_free(tokenizer, variables, field)

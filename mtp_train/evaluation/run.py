@@ -19,7 +19,6 @@ from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import (
     ArmSpec,
@@ -144,25 +143,24 @@ class Study:
         )
         found.arms += measure_trunk(arms, prompts, grid.settings(), progress, self.processes)
 
-    def _suite(self) -> list[Record]:
-        return load_suite(self.grid.suite, columns=self.grid.columns or {})
-
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.
 
         A study may resume the measurements of one with an equal identity and unchanged inputs. Prompts that are given
         come from a run, and the run's directory records its inputs.
         """
-        prompts = self.prompts
+        prompts, grid = self.prompts, self.grid
         return {
             "format_version": FORMAT_VERSION,
             "arms": [spec.identity() for spec in self.arms],
-            "grid": json.loads(json.dumps(asdict(self.grid))),
+            "grid": json.loads(json.dumps(asdict(grid))),
             "prompts": None if prompts is None else _digest([(one.id, one.prompt_ids) for one in prompts]),
             # Before any template: some templates insert the date.
-            "prompt_texts": _digest([(one.task, one.id, one.content) for one in self._suite()])
-            if prompts is None
-            else None,
+            "prompt_texts": None
+            if prompts is not None
+            else _digest(
+                [(one.task, one.id, one.content) for one in load_suite(grid.suite, columns=grid.columns or {})]
+            ),
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
             **({} if self.rule == DEFAULT_RULE else {"gate": list(self.rule)}),

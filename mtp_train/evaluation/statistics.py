@@ -63,6 +63,8 @@ LEVEL = 0.05
 
 LEAST_SAME_TEXTS = 0.5
 """Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
+Figures = dict[str, Any]
+"""Fields of a :class:`Cell`."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
 
@@ -176,7 +178,7 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
     )
 
 
-def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
+def _draft_figures(counts: Sequence[PromptCounts]) -> Figures:
     return {
         "tau_ci95": tau_interval(counts),
         "acceptance_rate": acceptance_rate(counts),
@@ -186,13 +188,13 @@ def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
     }
 
 
-def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
+def _speed_figures(arm: MeasuredArm, setting: Setting) -> Figures:
     """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
     timed = arm.counts(setting, timed=True)
     speed = tokens_per_second(arm.counts(setting), timed)
     if speed is None:
         return {}
-    found: dict[str, Any] = {
+    found: Figures = {
         "tokens_per_second": speed,
         "seconds_prefill": fmean(one.seconds_prefill or 0.0 for one in timed),
         "round_seconds": round_seconds(timed),
@@ -209,7 +211,7 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
+def _dense_means(rows: DenseRows, depth: int, task: str) -> Figures:
     """Return the means of agreement, overlap and entropy over a task's positions."""
     of_task_P = np.array([task in (ALL_TASKS, prompt.task) for prompt in rows.prompts])
     valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]

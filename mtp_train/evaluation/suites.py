@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
-from mtp_train.checkpoints.tokenizer import NO_VARIABLES, raw_tokens
+from mtp_train.checkpoints.tokenizer import NO_VARIABLES, Variables, raw_tokens
 from mtp_train.data.groups import is_held_out, stable_share
 from mtp_train.data.records import (
     Chat,
@@ -220,7 +220,7 @@ PROBES = "0", "q"
 
 def load_suite(
     name: str,
-    chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES,
+    chat_template_kwargs: Variables = NO_VARIABLES,
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Record]:
     """Return the records of a suite, each with its task.

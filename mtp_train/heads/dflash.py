@@ -81,8 +81,7 @@ class DFlashHead(Head):
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return the input of :meth:`write_keys` from the concatenated states of the trunk's layers."""
-        read_BTD: Tensor = self.module.read(trunk_BTD)
-        return read_BTD
+        return self.module.read(trunk_BTD)
 
     def write_keys(self, context_BTD: Tensor, positions_BT: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens in every layer.

@@ -39,14 +39,14 @@ _REJECTIONS = (*REJECTIONS, StrictDataclassError, AssertionError, RuntimeError)
 class HeadDiagnosis:
     """The tensor keys of a head in a checkpoint, compared with those that its config needs."""
 
-    declared_modules: int
-    present_modules: int
+    declared_modules: int = 0
+    present_modules: int = 0
     """Number of modules with at least one key in the checkpoint."""
-    found_keys: tuple[str, ...]
+    found_keys: tuple[str, ...] = ()
     """Every key under the head's prefixes, including keys that repeat trunk tensors."""
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
-    shape_errors: tuple[str, ...]
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    shape_errors: tuple[str, ...] = ()
     """``key: found [..], expected [..]``."""
     dtype_errors: tuple[str, ...] = ()
     """``key: found DTYPE, expected ..``, for tensors that cannot be read as floating-point weights."""
@@ -238,7 +238,7 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     if checkpoint.family.layer is None:
-        return HeadDiagnosis(0, 0, (), (), (), ())
+        return HeadDiagnosis()
     layout = layout_of(checkpoint)
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))

@@ -61,10 +61,10 @@ class DraftModel:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The config, with the nested config of the layer merged into the top level."""
+        """The config, with speculators' config of the layer and that of DFlash's authors merged into the top level."""
         config = self.checkpoint.config
-        nested = [config.get(name) or {} for name in ("transformer_layer_config", self.format.nested)]
-        return {**raw_text_config(config), **config, **nested[0], **nested[1]}
+        of_layer, of_drafter = (config.get(name) or {} for name in ("transformer_layer_config", "dflash_config"))
+        return {**raw_text_config(config), **config, **of_layer, **of_drafter}
 
     @property
     def stand_in(self) -> Family:

@@ -21,7 +21,7 @@ from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import JsonObject, read_json
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.tokenizer import chat_prompt_tokens, load_tokenizer, require_variables
@@ -56,10 +56,10 @@ class GenerateResult(Shown):
 
     requests: tuple[GenerationResult, ...]
     """One result per prompt: ``text``, ``token_ids``, ``num_drafts`` (rounds), ``accepted_per_pos``, ``tau``."""
-    settings: dict[str, Any]
+    settings: JsonObject
     """Checkpoint, head, depth, sampling, dtype, device and the like."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return plain JSON values, as ``mtp-train generate --json`` prints them; counters have vLLM's names."""
         requests = [{name: getattr(one, name) for name in _DOCUMENT} for one in self.requests]
         return {"requests": requests, "settings": self.settings}
@@ -190,7 +190,7 @@ class _Opened:
         progress: Progress | None,
     ) -> None:
         self.asked, self.variables = asked, dict(variables or {})
-        self.given: dict[str, Any] = {
+        self.given: JsonObject = {
             "checkpoint": str(checkpoint),
             "head": head and str(head),
             "adapter": adapter and str(adapter),
@@ -271,7 +271,7 @@ class EvaluationResult(Shown):
         """Figures of each arm at the headline setting, all tasks together; ``none`` is plain decoding."""
         return self.report.arms
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return plain JSON values, as ``--json`` prints them: the content of ``report.json``."""
         return self.report.to_json()
 

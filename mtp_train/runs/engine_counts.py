@@ -34,6 +34,10 @@ PROMPTS_PER_TASK, NEW_TOKENS, FITS = 2, 64, 0.9
 """Of the prompts that are sent, and the share of answers from which a wiring reproduces a server's counts."""
 
 
+Counts = tuple[int, ...]
+"""Numbers of rounds, then of accepted drafts by position: (1 + K,)."""
+
+
 @dataclass(frozen=True)
 class CountsResult(Shown):
     """Result of :func:`probe_endpoint`."""
@@ -45,9 +49,9 @@ class CountsResult(Shown):
     """The answers that were replayed."""
     depth: int
     """Drafts of a round."""
-    served: tuple[int, ...]
-    """The server's number of rounds, then of accepted drafts by position; in all, where it does not count these."""
-    expected: dict[str, tuple[int, ...]]
+    served: Counts
+    """The server's; of accepted drafts in all, where it does not count these by position."""
+    expected: dict[str, Counts]
     """The same numbers by wiring, ours first, with every first choice as the draft."""
     equal: dict[str, float]
     """The share of answers whose numbers are reproduced, by wiring."""
@@ -138,7 +142,7 @@ def _asked(server: Server, progress: Progress) -> tuple[Served, list[tuple[Serve
 
 def _compared(
     probed: Probed, told: Sequence[tuple[ServedRecord, SpecCounts]], depth: int, progress: Progress
-) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
+) -> tuple[dict[str, Counts], dict[str, float]]:
     """Return the expected numbers, and the share of answers whose numbers are reproduced, by wiring."""
     texts = [
         Replayed(text := one.prompt_ids + one.token_ids, range(one.prompt_tokens, len(text) - 1), depth)
@@ -183,16 +187,14 @@ def _lengths(margins: Sequence[float], left: int, tie: float) -> Iterator[int]:
     yield len(margins)
 
 
-def replayed(
-    options: Sequence[Sequence[int]], num_depths: int, most: tuple[int, ...] | None = None
-) -> set[tuple[int, ...]]:
-    """Return all numbers of rounds and of accepted drafts by position, (1 + K,), that the rounds of an answer may have.
+def replayed(options: Sequence[Sequence[int]], num_depths: int, most: Counts | None = None) -> set[Counts]:
+    """Return all numbers that the rounds of an answer may have.
 
     Args:
         options: The result of :func:`lengths`.
         most: No number is above these.
     """
-    found: list[set[tuple[int, ...]]] = [{(0,) * (1 + num_depths)}, *(set() for _ in options)]
+    found: list[set[Counts]] = [{(0,) * (1 + num_depths)}, *(set() for _ in options)]
     for start, accepted in enumerate(options):
         for counts, length in product(found[start], accepted):
             more = tuple(count + (place <= length) for place, count in enumerate(counts))

@@ -14,7 +14,7 @@ from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
-from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.files import Checkpoint, JsonObject
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name, judge_command
 from mtp_train.data.tokenize import Prompt
@@ -259,7 +259,7 @@ def sample_texts(
     )
 
 
-def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> dict[str, Any]:
+def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> JsonObject:
     """Return how everything was measured, sampling parameters as of the first setting, which the report's arms have."""
     first, ignored = settings[0], left_out(inputs.finetune)
     return {
@@ -281,7 +281,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     }
 
 
-def training_settings(recipe: Recipe) -> dict[str, Any]:
+def training_settings(recipe: Recipe) -> JsonObject:
     return {
         "trunk": recipe.model.trunk,
         "head_from": recipe.model.head_from,

@@ -28,7 +28,7 @@ from rich.progress import Progress
 from mtp_train import __version__
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, JsonObject, read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
     Contents,
@@ -116,7 +116,7 @@ class RunDirectory:
             return None
 
     @property
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> JsonObject:
         return read_json(self.path / PROVENANCE_FILE)
 
     @property
@@ -425,7 +425,7 @@ def _data_files(label: str, path: str) -> InputFiles | None:
     return InputFiles(location, {str(file.relative_to(base)): file for file in files})
 
 
-def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[str, Any]:
+def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> JsonObject:
     """Return a checkpoint's or head's path, its hub revision if it has one, and the hashes of its small files."""
     path = checkpoint.path.resolve()
     files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE, HEAD_CONFIG_FILE)]
@@ -437,7 +437,7 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[st
     }
 
 
-def environment_facts() -> dict[str, Any]:
+def environment_facts() -> JsonObject:
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {
         "versions": {"mtp-train": __version__, **{package: metadata.version(package) for package in _PACKAGES}},

@@ -15,8 +15,7 @@ SYMBOLS = (
 def cpu_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, T, width) of attention on a CPU, and the log of each softmax denominator (B, H, T)."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, denominators = attend(query, key, value, attn_mask=bias, scale=scaling)
-    return output, denominators
+    return attend(query, key, value, attn_mask=bias, scale=scaling)
 
 
 def cpu_attention_gradients(
@@ -24,5 +23,4 @@ def cpu_attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from that of the output of :func:`cpu_attention`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(grad, *inputs, *outputs, 0.0, False, attn_mask=bias, scale=scaling)
-    return found
+    return backward(grad, *inputs, *outputs, 0.0, False, attn_mask=bias, scale=scaling)

@@ -86,12 +86,6 @@ def test_a_missing_field_is_named(field: str, saved: Path) -> None:
         load_artifact(saved)
 
 
-def test_the_config_of_another_kind_of_head_is_refused(saved: Path) -> None:
-    edit_config(saved, draft_config={})
-    with pytest.raises(CheckpointError, match="a draft_config with a head of kind mtp; expected null"):
-        load_artifact(saved)
-
-
 @pytest.mark.parametrize("damage", ["missing", "reshaped"])
 def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, tmp_path: Path) -> None:
     """A head of a wider sibling, or one with a tensor taken out, is the user's input: it ends in a message."""

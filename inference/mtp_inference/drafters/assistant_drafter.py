@@ -29,9 +29,6 @@ class AssistantDrafting(TrainedDrafting):
 
     head: AssistantHead
 
-    def __init__(self, head: AssistantHead) -> None:
-        self.head = head
-
     def check(self, trunk: Trunk, depth: int) -> None:
         super().check(trunk, depth)
         hidden, vocab = self.head.trunk_width, len(self.head.own_lm_heads(1)[0])

@@ -35,9 +35,6 @@ class BlockDrafting(TrainedDrafting):
 
     head: DFlashHead
 
-    def __init__(self, head: DFlashHead) -> None:
-        self.head = head
-
     @property
     def deepest(self) -> int:
         return min(super().deepest, self.head.block_size - self.head.first_row)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,12 +93,18 @@ class Drafting(Protocol):
 
 
 class TrainedDrafting(Drafting):
-    """Draft with a head."""
+    """Draft with a head.
+
+    Args:
+        head: The head, on the trunk's device; its dtype may differ.
+        draft_vocab_R: Token ids that may be drafted, integers of shape (R,); None for the whole vocabulary.
+    """
 
     head: Head
-    """The head, on the trunk's device."""
-    draft_vocab_R: Tensor | None = None
-    """Token ids that may be drafted, integers of shape (R,); None for the whole vocabulary."""
+
+    def __init__(self, head: Any, draft_vocab_R: Tensor | None = None) -> None:
+        self.head = head
+        self.draft_vocab_R = draft_vocab_R
 
     @property
     def deepest(self) -> int:

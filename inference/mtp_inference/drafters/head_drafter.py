@@ -318,10 +318,6 @@ class HeadDrafting(TrainedDrafting):
 
     head: MtpHead
 
-    def __init__(self, head: MtpHead, draft_vocab_R: Tensor | None = None) -> None:
-        self.head = head
-        self.draft_vocab_R = draft_vocab_R
-
     def check(self, trunk: Trunk, depth: int) -> None:
         super().check(trunk, depth)
         head = self.head

@@ -357,7 +357,11 @@ _DRAFT_NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
     OUTPUT_KEY: "output.weight",
-    **{name.replace("layer.", _LAYER, 1): f"blk.0.{theirs}" for name, theirs in {**NAMES, **BEFORE_FFN}.items()},
+    **{
+        ours.replace("layer.", _LAYER, 1): f"blk.0.{name}"
+        for ours, name in {**NAMES, **BEFORE_FFN}.items()
+        if isinstance(name, str)
+    },
     f"{_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }
 """Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""

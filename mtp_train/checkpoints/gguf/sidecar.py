@@ -29,6 +29,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
+from mtp_train.families import RawConfig
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Types that the gguf package writes. K-quants are llama-quantize's: it takes the file of a head alone."""
@@ -49,7 +50,7 @@ def write_gguf(
     *,
     kind: GgufKind,
     trunk: Path,
-    config: Mapping[str, Any],
+    config: RawConfig,
     tokenizer: Any,
     progress: Progress,
 ) -> None:
@@ -189,7 +190,7 @@ def _entry(tokenizer: Any, text: str | None, number: int, added: dict[str, int])
 
 
 def gguf_tensors(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
 ) -> list[PendingTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
     of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
@@ -202,7 +203,7 @@ def gguf_tensors(
 
 
 def head_tensors(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
 ) -> list[PendingTensor]:
     """Return the head's tensors alone."""
     return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
@@ -219,7 +220,7 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
 
 
 def _of_head(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
 ) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
     groups: dict[str, dict[int, PendingTensor]] = {}
@@ -274,7 +275,7 @@ def _joined(name: str, pieces: Sequence[PendingTensor], axis: int) -> PendingTen
 
 
 def _named(
-    native: PendingTensor, ours: str, part: tuple[int, int], record: GgufHead, config: Mapping[str, Any]
+    native: PendingTensor, ours: str, part: tuple[int, int], record: GgufHead, config: RawConfig
 ) -> Iterator[PendingTensor]:
     """Yield a tensor of a parameter, or the parts that it is cut into, under names within the block.
 
@@ -302,7 +303,7 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _cut(how: str, block: Tensor, config: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def _cut(how: str, block: Tensor, config: RawConfig) -> tuple[Tensor, ...]:
     """Return the parts of a tensor that GGUF stores."""
     if how == "query_pairs":
         return (paired(block, int(config["num_attention_heads"])),)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import UNVERIFIED, Convention, EngineSupport, no, remarked
 from mtp_train.families.kinds.kind import DraftFormat, DraftParts
-from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG, STATES_IN_VLLM
+from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG, STATES_IN_VLLM, in_llama_cpp, in_vllm
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
@@ -29,18 +29,14 @@ _OTHERWISE = "; it masks some layers otherwise than in training, and may draft o
 
 def served_as(method: str) -> dict[str, tuple[EngineSupport, Collection[str]]]:
     """Return the engines' commands for a kind of block drafter, none of which was run."""
+    sglang = (
+        f"python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {method.upper()} "
+        "--speculative-draft-model-path {path}"
+    )
     commands = {
-        "vllm": (f"vllm serve TRUNK --speculative-config {{vllm_{method}}}", STATES_IN_VLLM),
-        "sglang": (
-            f"python -m sglang.launch_server --model-path TRUNK --speculative-algorithm {method.upper()} "
-            "--speculative-draft-model-path {path}",
-            STATES_IN_SGLANG,
-        ),
-        "llama.cpp": (
-            "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && llama-server "
-            f"-m TRUNK.gguf -md draft.gguf --spec-type draft-{method} --spec-draft-n-max {{depth}}",
-            STATES_IN_LLAMA_CPP,
-        ),
+        "vllm": (in_vllm(method).text, STATES_IN_VLLM),
+        "sglang": (sglang, STATES_IN_SGLANG),
+        "llama.cpp": (in_llama_cpp(method).text, STATES_IN_LLAMA_CPP),
     }
     return {name: (EngineSupport(None, f"not verified: {text}"), trunks) for name, (text, trunks) in commands.items()}
 
@@ -184,7 +180,6 @@ DFLASH = DFlashParts(
     format=DraftFormat(
         written_as=("DFlashDraftModel",),
         read_as=("DFlashSpeculator", "MuseGlimmerAssistantModel"),
-        nested="dflash_config",
         sizes=_sizes,
         drafted_field="draft_vocab_size",
         draft_vocab=True,

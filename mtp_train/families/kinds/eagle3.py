@@ -12,18 +12,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, no
 from mtp_train.families.kinds import llama
 from mtp_train.families.kinds.kind import Block, DraftFormat, DraftParts
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
 _NUM_STATES = 3
-_IN_LLAMA_CPP = EngineSupport(
-    True,
-    "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
-    "llama-server -m TRUNK.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}",
-)
 
 
 class Eagle3Layer(nn.Module):
@@ -122,7 +117,7 @@ EAGLE3 = DraftParts(
     serving={
         "vllm": (llama.in_vllm("eagle3"), llama.STATES_IN_VLLM),
         "sglang": (llama.in_sglang("EAGLE3"), llama.STATES_IN_SGLANG),
-        "llama.cpp": (_IN_LLAMA_CPP, llama.STATES_IN_LLAMA_CPP),
+        "llama.cpp": (llama.in_llama_cpp("eagle3"), llama.STATES_IN_LLAMA_CPP),
     },
     other_trunks=no("does not pass the states between this model's layers to a head"),
     other_engines=llama.NO_EAGLE,

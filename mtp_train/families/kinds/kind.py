@@ -66,8 +66,6 @@ class DraftFormat:
     """The layers' config, the number of modules, the trunk's raw text config and the number of tokens that may be
     drafted (None for all) to the ``config.json`` for engines, without architectures, dtype and vocab_size. None: the
     config is that of the checkpoint that the head started from."""
-    nested: str = "transformer_layer_config"
-    """Further field whose fields are read like those of the top level, as speculators' ``transformer_layer_config``."""
     trunk_size: str = "hidden_size"
     """Field of the draft model's config with the hidden size of its trunk."""
     sizes: Callable[[RawConfig, PretrainedConfig], Mapping[str, tuple[Any, Any]]] = _sizes

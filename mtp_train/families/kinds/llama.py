@@ -108,6 +108,14 @@ def in_vllm(method: str) -> EngineSupport:
     return EngineSupport(True, f"vllm serve TRUNK --speculative-config {{vllm_{method}}}")
 
 
+def in_llama_cpp(kind: str) -> EngineSupport:
+    return EngineSupport(
+        True,
+        "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
+        f"llama-server -m TRUNK.gguf -md draft.gguf --spec-type draft-{kind} --spec-draft-n-max {{depth}}",
+    )
+
+
 def in_sglang(algorithm: str) -> EngineSupport:
     return EngineSupport(
         True,

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.progress import Progress
 
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.files import Checkpoint, is_gguf, unnamed_files, unnamed_weights
+from mtp_train.checkpoints.files import Checkpoint, JsonObject, is_gguf, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.gguf.model_file import DRAFT_ARCH, GgufModel, open_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
@@ -96,7 +96,7 @@ class TrunkChange:
         )
 
 
-def _of_files(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> dict[str, Any]:
+def _of_files(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> JsonObject:
     """Return the fields of an inspection about a directory and its weights, whatever they are the weights of."""
     return {
         "checkpoint": str(checkpoint.path),
@@ -172,7 +172,7 @@ class Inspection(Shown):
         difference = self.head_difference
         return self.trunk_changed.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         found = super().to_json() | {"stale": self.stale}
         head, trunk = found.pop("head"), found.pop("trunk")
         return {
@@ -456,7 +456,7 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
         **_of_files(checkpoint, None, progress),
         family=checkpoint.family.name,
         status="foreign",
-        head=HeadDiagnosis(0, 0, (), (), (), ()),
+        head=HeadDiagnosis(),
         serves=engine_commands(complete(MLX_ALONE), str(checkpoint.path), SUGGESTED_DEPTH),
         cure=suggestions.download_command(checkpoint.path, original or "ORIGINAL"),
         runs_here="no: in MLX's layout",
@@ -468,7 +468,7 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
 def _inspect_dspark(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     """Inspect a trunk of any family with a DSpark drafter under a prefix of its own: neither is compared."""
     keys = tuple(key for key in checkpoint.tensors if key.startswith(DSPARK_PREFIX))
-    head = HeadDiagnosis(0, 0, keys, (), (), (), foreign=foreign_drafter(checkpoint, ()))
+    head = HeadDiagnosis(found_keys=keys, foreign=foreign_drafter(checkpoint, ()))
     found = Inspection(
         **_of_files(checkpoint, None, progress),
         family=str(checkpoint.text_config.get("model_type")),
@@ -526,9 +526,7 @@ def _inspect_gguf(file: Path) -> Inspection:
     """Inspect the head in a GGUF file, or a draft model; of the trunk nothing is read."""
     model = open_gguf(file)
     problems = problems_of_head(model)
-    head = HeadDiagnosis(
-        model.declared_modules, model.present_modules, tuple(model.head), missing_of_head(model), (), ()
-    )
+    head = HeadDiagnosis(model.declared_modules, model.present_modules, tuple(model.head), missing_of_head(model))
     status: Status = "healthy" if model.arch == DRAFT_ARCH else _head_status(head, problems)
     cure = graft_gguf_command(file) if model.arch in RECORDS else suggestions.train_command(str(file))
     holds_trunk = model.holds_trunk and model.arch != DRAFT_ARCH
