@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _SECRET_NAMES = re.compile(r"(?:TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -17,6 +18,11 @@ _IN_ADDRESS = re.compile(
 )
 # All control characters but tab and line end, and those that turn the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, with their number where there are several."""
+    return names[0] if len(names) == 1 else f"{names[0]} ({len(names)} in all)"
 
 
 def redacted(text: str) -> str:

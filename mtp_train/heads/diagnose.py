@@ -23,7 +23,7 @@ from mtp_train.checkpoints.files import (
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
-from mtp_train.errors import CheckpointError, one_line
+from mtp_train.errors import CheckpointError, first_of, one_line
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
 
@@ -92,9 +92,9 @@ class HeadDiagnosis:
         if self.foreign is not None:
             return f"{self.foreign}: another kind of drafter than an MTP head"
         if self.shape_errors:
-            return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
+            return f"head shape mismatch: {first_of(self.shape_errors)}"
         if self.dtype_errors:
-            return f"head dtype: {self.dtype_errors[0]} ({len(self.dtype_errors)} in all)"
+            return f"head dtype: {first_of(self.dtype_errors)}"
         if self.unexpected_keys:
             return f"unknown head keys {', '.join(self.unexpected_keys[:3])} ({len(self.unexpected_keys)} in all)"
         if self.quantised:

@@ -45,7 +45,7 @@ from mtp_train.checkpoints.quantised import (
     require_whole_blocks,
 )
 from mtp_train.checkpoints.writing import PendingTensor
-from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
+from mtp_train.errors import CheckpointError, UnsupportedModelError, first_of, one_line
 from mtp_train.families import Family
 from mtp_train.families.mechanisms.trained_length import keep_trained_length
 from mtp_train.families.spec import has_layer_types
@@ -263,7 +263,7 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{path}: trunk weight {problems[0]} ({len(problems)} in all); expected every weight of the decoder, in "
+            f"{path}: trunk weight {first_of(problems)}; expected every weight of the decoder, in "
             "its config's shape. Restore the original files, or point at the complete checkpoint."
         )
 

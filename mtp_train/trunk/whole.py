@@ -7,7 +7,7 @@ renamed, stacked and split.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import equal_values
-from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
+from mtp_train.errors import CheckpointError, UnsupportedModelError, first_of, one_line
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import as_plain, empty_trunk
 from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
@@ -61,11 +61,6 @@ class TrunkDiagnosis:
             f"{self.untied} differs from the embedding, while tie_word_embeddings is true: transformers decodes with "
             "the stored lm_head, vLLM and SGLang with the embedding",
         )
-
-
-def first_of(keys: Sequence[str]) -> str:
-    """Return the first of some keys, with their number where there are several."""
-    return keys[0] if len(keys) == 1 else f"{keys[0]} ({len(keys)} in all)"
 
 
 class _Shape(Tensor):

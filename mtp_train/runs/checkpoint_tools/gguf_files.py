@@ -33,11 +33,10 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import exact_tensor, native_head_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, first_of
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.heads.initial import require_trained_head
-from mtp_train.trunk.whole import first_of
 
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""

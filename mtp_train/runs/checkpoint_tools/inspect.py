@@ -33,7 +33,7 @@ from mtp_train.checkpoints.values import (
     squared_change,
     zero_head,
 )
-from mtp_train.errors import MtpError
+from mtp_train.errors import MtpError, first_of
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
 from mtp_train.heads.diagnose import (
     DSPARK_BLOCK,
@@ -60,7 +60,7 @@ from mtp_train.runs.checkpoint_tools.gguf_files import (
     stored_types,
 )
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
-from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
+from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, holds_trunk, untie_command
 
 Status = Literal[
     "healthy",

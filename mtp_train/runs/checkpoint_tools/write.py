@@ -43,7 +43,7 @@ from mtp_train.checkpoints.suggestions import (
 from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
-from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
+from mtp_train.errors import CheckpointError, GateRefusedError, MtpError, first_of
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -54,7 +54,7 @@ from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
-from mtp_train.trunk.whole import first_of, require_whole_trunk
+from mtp_train.trunk.whole import require_whole_trunk
 
 
 @dataclass(frozen=True, kw_only=True)
