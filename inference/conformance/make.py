@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from mtp_train.upstream.transformers_private import replacing
 from witness_maker.chain import Chain
 from witness_maker.making import NOISE, PROMPTS_FILE, add_head, make_witness
 
-DEPTH, NUM_TEXTS, PROMPT_TOKENS, NEW_TOKENS, MOST_PROMPTS = 3, 6, 12, 20, 200
+DEPTH, NUM_TEXTS, PROMPT_TOKENS, NEW_TOKENS, MOST_PROMPTS = 3, 6, 12, 20, 100
 SEED, NUM_ROUNDED = 0, 4
 MOVE = 2.0**-6
 """Standard deviation, relative, of the moves: four times the largest error of rounding to bf16."""
@@ -112,7 +112,10 @@ def expected(checkpoint: Checkpoint, draft: Path | None) -> list[dict[str, Any]]
     """Return texts with the drafts after each of their tokens, by wiring."""
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.float32)
     generator = torch.Generator().manual_seed(SEED)
-    prompts = Chain.of_trunk(trunk, NOISE).draw(MOST_PROMPTS, PROMPT_TOKENS, generator).tolist()
+    chain = Chain.of_trunk(trunk, NOISE)
+    # Every other text goes on from words in no order, where a small mistake changes drafts.
+    both = [replace(chain, noise=noise).draw(MOST_PROMPTS, PROMPT_TOKENS, generator) for noise in (NOISE, 1.0)]
+    prompts = torch.stack(both, dim=1).flatten(0, 1).tolist()
     exact = list(subjects_of(checkpoint, draft, torch.float32))
     rounded = [list(subjects_of(checkpoint, draft, torch.bfloat16, moved)) for moved in range(NUM_ROUNDED)]
     texts: list[dict[str, Any]] = []

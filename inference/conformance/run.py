@@ -28,7 +28,7 @@ from engines.launch import ENGINES, PROGRAMS, EngineProgramError, run_program  #
 
 AS_TRAINED = "as trained"
 EXPECTED = "expected.json"
-FITS = 0.99
+FITS = 0.98
 """The share of drafts that must be equal in bf16; in fp32 all must."""
 SPLIT_LIKE = "qwen2"
 """The tokenizer of llama.cpp that splits the texts into the same words."""

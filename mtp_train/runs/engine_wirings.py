@@ -211,6 +211,10 @@ def _of_blocks(trunk: Trunk, head: Any) -> Changes:
     def causal(kind: str, places: Tensor, keys: Tensor) -> Tensor:
         return head.mask(kind, places, keys) & (keys <= places)
 
+    # As vLLM 0.32 does on a CPU.
+    normed = deepcopy(head)
+    for layer in normed.module.layers:
+        layer.self_attn.k_norm = normed.module.layers[0].self_attn.k_norm
     # The row after, where the anchor's gives the first draft.
     step, side = (1, "before") if head.first_row else (-1, "after")
     eos = trunk.config.eos_token_id
@@ -218,6 +222,7 @@ def _of_blocks(trunk: Trunk, head: Any) -> Changes:
     return {
         "attending causally within its block": ("mask", causal),
         f"drafting from the row {side}": ("denoise", lambda *given: head.denoise(*given).roll(step, dims=1)),
+        "norming the text's keys as those of its first layer": ("write_keys", normed.write_keys),
         "without the norm of the states that it reads": ("read", lambda read_BTD: head.module.fc(read_BTD)),
         **{
             f"with mask token {token}": ("mask_token", token)

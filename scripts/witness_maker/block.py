@@ -21,7 +21,7 @@ from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.trunk.load import Trunk
-from witness_maker.chain import Chain, train
+from witness_maker.chain import Chain, stir, train
 from witness_maker.words import NUM_TOKENS
 
 LAYERS, BLOCK = 2, 4
@@ -55,6 +55,7 @@ def make_block_drafter(
         raise ValueError(f"{out}: no draft model; expected the one that was written")
     head = build_head(draft_plan(found, checkpoint), text_config_of(checkpoint), dtype=torch.float32)
     trunk.show_to(head)
+    stir(head, generator)
     loss = train([head], partial(_loss, trunk, head), chain, num_steps, generator)
     _save({name.removeprefix("blocks.0."): value for name, value in head.state_dict().items()}, out)
     return loss

@@ -22,6 +22,10 @@ from witness_maker.words import WORDS
 ROWS, TOKENS = 16, 32
 TRAINED_DEPTHS = 3
 LEARNING_RATE = 4e-3
+SMALL, LARGE = 0.1, 0.3
+CORRECTIONS = ("correction_bias", "expert_bias")
+ROUTING = (*CORRECTIONS, "sinks", "hc.base", "hc_base", "position_bias")
+"""Suffixes of tensors that start at zero, or uninitialised, and that training hardly changes."""
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,19 @@ def random_head(trunk: Trunk, num_modules: int = 1, kind: str = "mtp") -> MtpHea
         # Parameters only: buffers (a router's correction bias) stay in fp32.
         parameter.data = parameter.data.to(weight.dtype)
     return head.eval()
+
+
+def stir(module: nn.Module, generator: torch.Generator) -> None:
+    """Randomise tensors that would otherwise be the identity or zero, so that an engine that ignores them is found."""
+    with torch.no_grad():
+        for part in module.modules():
+            kind = type(part).__name__
+            if kind.endswith("Norm") and hasattr(part, "weight"):
+                part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
+            if kind.endswith("HashRouter"):
+                # A hash-routing table with other experts for every token.
+                chances_VE = torch.rand(len(part.tid2eid), part.num_experts, generator=generator)
+                part.tid2eid.copy_(chances_VE.topk(part.top_k).indices)
+        for name, value in [*module.named_parameters(), *module.named_buffers()]:
+            if name.endswith(ROUTING):
+                value.copy_(SMALL * torch.randn(value.shape, generator=generator))

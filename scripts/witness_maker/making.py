@@ -33,7 +33,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from witness_maker.assistant import random_assistant, save_assistant
 from witness_maker.block import make_block_drafter
-from witness_maker.chain import TRAINED_DEPTHS, Chain, chained_loss, random_head, train
+from witness_maker.chain import CORRECTIONS, SMALL, TRAINED_DEPTHS, Chain, chained_loss, random_head, stir, train
 from witness_maker.shapes import SHAPES, WitnessShape
 from witness_maker.variants import beside_a_trunk, for_sglang
 from witness_maker.words import WORDS, word_tokenizer
@@ -46,12 +46,8 @@ MOST_RIGHT = 0.7
 """Upper limit of correct first drafts: noise is added above it, since engines must agree on wrong drafts too."""
 SPOILING_STEP = 0.25
 MOST_STEPS_OF_SPOILING = 40
-SMALL, LARGE = 0.1, 0.3
 MORE_THAN_SCORES = 2.0
 """A correction bias above any expert score, since scores are shares or probabilities."""
-CORRECTIONS = ("correction_bias", "expert_bias")
-ROUTING = (*CORRECTIONS, "sinks", "hc.base", "hc_base", "position_bias")
-"""Suffixes of tensors that start at zero, or uninitialised, and that training hardly changes."""
 
 
 def make_witness(
@@ -94,7 +90,7 @@ def make_witness(
     head = random_assistant(trunk) if kind == "assistant" else random_head(trunk, shape.num_modules, kind)
     trunk.show_to(head)
     for module in (trunk, head):
-        _stir(module, generator)
+        stir(module, generator)
         if shape.always_chosen:
             _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
@@ -133,22 +129,6 @@ def _config(family: Family, shape: WitnessShape) -> PretrainedConfig:
     fields = shape.fields if shape.wrapper is None else {"text_config": dict(shape.fields), **shape.wrapper}
     config: PretrainedConfig = AutoConfig.for_model(kind, **fields)
     return config
-
-
-def _stir(module: nn.Module, generator: torch.Generator) -> None:
-    """Randomise tensors that would otherwise be the identity or zero, so that an engine that ignores them is found."""
-    with torch.no_grad():
-        for part in module.modules():
-            kind = type(part).__name__
-            if kind.endswith("Norm") and hasattr(part, "weight"):
-                part.weight.add_(LARGE * torch.randn(part.weight.shape, generator=generator))
-            if kind.endswith("HashRouter"):
-                # A hash-routing table with other experts for every token.
-                chances_VE = torch.rand(len(part.tid2eid), part.num_experts, generator=generator)
-                part.tid2eid.copy_(chances_VE.topk(part.top_k).indices)
-        for name, value in [*module.named_parameters(), *module.named_buffers()]:
-            if name.endswith(ROUTING):
-                value.copy_(SMALL * torch.randn(value.shape, generator=generator))
 
 
 def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -> None:
@@ -277,7 +257,7 @@ def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int
     shape = beside_a_trunk(SHAPES[checkpoint.family.name], kind)
     head = random_head(trunk, shape.num_modules, kind)
     trunk.show_to(head)
-    _stir(head, generator)
+    stir(head, generator)
     loss = train([head], partial(chained_loss, trunk, head), chain, num_steps, generator)
     for weight_VD in head.own_lm_heads(shape.num_modules) or []:
         weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)

@@ -75,7 +75,7 @@ def test_the_expected_drafts_are_as_ours_and_known_wrong_wirings_draft_others(he
     assert found.equal[OURS] == 1.0
     others = [share for name, share in found.equal.items() if name != OURS]
     # A wiring that changes nothing in a head is equal.
-    assert sum(share < 0.99 for share in others) >= 2, found.equal
+    assert sum(share < 0.98 for share in others) >= 2, found.equal
 
 
 def test_the_program_counts_a_file_of_drafts(tmp_path: Path) -> None:
@@ -124,6 +124,6 @@ def test_an_installed_engine_drafts_as_expected(tmp_path: Path) -> None:
     if python is None:
         pytest.skip("vllm: MTP_VLLM_PYTHON names no interpreter")
     told = run(
-        "--engine", "vllm", "--python", python, "--heads", "llama/dflash", "llama/eagle3", "--work", str(tmp_path)
+        "--engine", "vllm", "--python", python, "--heads", "mimo", "llama/eagle3", "--work", str(tmp_path)
     )
     assert told.returncode == 0, told.stdout + told.stderr

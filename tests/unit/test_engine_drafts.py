@@ -147,6 +147,20 @@ def reading_raw_states(head: Any) -> None:
     head.module.hidden_norm = torch.nn.Identity()
 
 
+def norming_keys_of_the_text_alike(head: Any) -> None:
+    norms = [layer.self_attn.k_norm.weight for layer in head.module.layers]
+    write_keys = head.write_keys
+
+    def write(*given: Any) -> None:
+        for layer in head.module.layers:
+            layer.self_attn.k_norm.weight = norms[0]
+        write_keys(*given)
+        for layer, weight in zip(head.module.layers, norms, strict=True):
+            layer.self_attn.k_norm.weight = weight
+
+    head.write_keys = write
+
+
 def not_scaling_positions(head: Any) -> None:
     head.config.rope_parameters["rope_type"] = "default"
     head.rotary = type(head.rotary)(config=head.config)
@@ -158,6 +172,7 @@ BLOCK_FAULTS = {
     "drafting from the row before": drafting_a_row_early,
     "drafting the numbers of its rows as tokens": taking_numbers_of_rows,
     "drafting the token after each of its tokens": with_other_tokens,
+    "norming the text's keys as those of its first layer": norming_keys_of_the_text_alike,
     "reading layers (0, 2)": reading_layers(0, 2),
     "reading layers (2, 4)": reading_layers(2, 4),
     "with mask token 0": masking_with(0),
