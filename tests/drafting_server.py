@@ -33,6 +33,8 @@ class DraftingServer:
     """Whether it exposes counters."""
     foreign_tokens: int = 0
     """Generated for other clients during each request."""
+    context: int = 1 << 20
+    """The most tokens of a prompt and its answer."""
     results: list[GenerationResult] = field(default_factory=list)
     """Of every request; the first is the warm-up."""
 
@@ -75,7 +77,10 @@ class DraftingServer:
         sampling = payload["sampling_params"] if native else payload
         request = Request(
             prompt_ids=payload["input_ids"] if native else payload["prompt"],
-            max_new_tokens=sampling["max_new_tokens"] if native else sampling["max_tokens"],
+            max_new_tokens=min(
+                sampling["max_new_tokens"] if native else sampling["max_tokens"],
+                max(1, self.context - len(payload["input_ids"] if native else payload["prompt"])),
+            ),
             sampling=Sampling(
                 temperature=sampling["temperature"],
                 top_p=sampling["top_p"],

@@ -123,7 +123,5 @@ def test_an_installed_engine_drafts_as_expected(tmp_path: Path) -> None:
     python = os.environ.get("MTP_VLLM_PYTHON")
     if python is None:
         pytest.skip("vllm: MTP_VLLM_PYTHON names no interpreter")
-    told = run(
-        "--engine", "vllm", "--python", python, "--heads", "mimo", "llama/eagle3", "--work", str(tmp_path)
-    )
+    told = run("--engine", "vllm", "--python", python, "--heads", "mimo", "llama/eagle3", "--work", str(tmp_path))
     assert told.returncode == 0, told.stdout + told.stderr

@@ -87,6 +87,18 @@ def test_answers_that_are_not_the_trunks_are_told(capfd: Capture) -> None:
     assert ["are not the trunk's" in one for one in found["warnings"]] == [True]
 
 
+def test_answers_that_end_with_the_servers_context_are_not_compared(capfd: Capture) -> None:
+    served = server()
+    served.context = 190
+    found = probe(served, capfd=capfd)
+    cut = sum(len(one.token_ids) < 64 for one in served.results[1:])
+    assert 0 < cut < len(served.results) - 1
+    assert found["answers"] <= len(served.results) - 1 - cut
+    assert [one.split(" answers ")[1] for one in found["warnings"]] == [
+        "end with the server's context, and are not compared."
+    ]
+
+
 def test_a_server_without_drafts_is_refused(capfd: Capture) -> None:
     served = server(head=None)
     with openai_server(served.reply, owner="vllm", shows=served.shows) as found:
