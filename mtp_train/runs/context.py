@@ -12,6 +12,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.identity import Records
 from mtp_train.evaluation.decoding import Processes
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.forecast import Forecast
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run_directory import Attempt, RunDirectory
 from mtp_train.runs.settings import plan_of
@@ -56,6 +57,7 @@ class RunContext:
     records: Records = field(default_factory=dict)
     """Content hashes of the inputs from before they were loaded; of the main process."""
     held: HeldTrunk = field(default_factory=HeldTrunk)
+    forecast: Forecast = field(default_factory=Forecast)
 
     @property
     def is_main(self) -> bool:

@@ -38,7 +38,8 @@ from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import advised, evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import serves_of, write_card, write_export
-from mtp_train.runs.refusals import check_decoder
+from mtp_train.runs.forecast import Forecast, round_units, stages_of
+from mtp_train.runs.refusals import CHECK_PROMPTS, check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe, values_of
 from mtp_train.runs.run import Run, join_processes, memory_is_named, require_shared
@@ -89,8 +90,13 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
     return RunResult(**vars(outcome), run_dir=Path(checked.run_dir))
 
 
-def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, or return that of a run that had finished. A refusal of the gate is an outcome."""
+def run_recipe(
+    recipe: Recipe, console: Console, choices: Sequence[Choice] = (), forecast: Forecast | None = None
+) -> Outcome:
+    """Run a recipe to its outcome, or return that of a run that had finished. A refusal of the gate is an outcome.
+
+    ``forecast`` is that of a rescue, which has stages before this run.
+    """
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals():
         directory.require_ours(recipe)
@@ -115,6 +121,8 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             if choices:
                 console.print(f"chosen by rule: {values_of(choices)}", highlight=False)
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
+            stages = stages_of(recipe, run.inputs.finetune, accelerator.device.type)
+            run.forecast = forecast or Forecast(stages, console)
             precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
             console.print(f"training in {precision}: {reason}", highlight=False)
             missing = missing_kernels(run.inputs.finetune.family.trunk.recurrent, accelerator.device.type)
@@ -220,6 +228,8 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     heads = [str((one.path / HEAD).relative_to(run.directory.path)) for one in directories]
     require_shared(run.directory.path, heads, run.accelerator)
     run.attempt.stage = "evaluate"
+    if not is_measured:
+        run.forecast.begin("measuring")
     if is_measured:
         report: Report | None = load_report(run.directory.path / REPORT_FILE)
     elif study is not None:
@@ -256,7 +266,8 @@ def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None
     recipe, trunk = run.recipe, run.held.whole
     if recipe.gate.enabled and trunk is not None:
         prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
-        check_decoder(trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
+        seconds = check_decoder(trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
+        run.forecast.rates["decoding"] = seconds / round_units(CHECK_PROMPTS, run.accelerator.device.type)
     del trunk
     run.attempt.stage = "data"
     documents = data_stage(run)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -240,17 +241,19 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 
 def check_decoder(
     trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
-) -> None:
-    """Decode some prompts plainly and with drafts from the prompt, and check the texts.
+) -> float:
+    """Decode some prompts plainly and with drafts from the prompt, check the texts, and return the seconds of a token.
 
     Raises:
         NotLosslessError: The decoder changes the text of this trunk.
     """
     chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
+    begun = time.perf_counter()
     drafted, plain = (
         SpeculativeDecoder(trunk, drafting, depth, eos_ids, records=True).generate(chosen, CHECK_NEW_TOKENS)
         for drafting in (NgramDrafting(), None)
     )
+    seconds = time.perf_counter() - begun
     checks = compare(drafted, plain, trunk)
     fault = fault_of(checks)
     if fault is not None:
@@ -262,6 +265,7 @@ def check_decoder(
         f"Decoder checked on {len(chosen)} prompts: lossless. In {trunk.dtype_name}, rounding moves the logits of "
         f"contenders for a token by up to {checks[-1].error:.2g}."
     )
+    return seconds / (2 * CHECK_NEW_TOKENS)
 
 
 # Responses of another run

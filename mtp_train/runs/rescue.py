@@ -60,6 +60,7 @@ from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import serves_of, write_export, write_untrained_card
+from mtp_train.runs.forecast import Forecast, Stage, stages_of
 from mtp_train.runs.inputs import (
     LoneHead,
     evaluation_prompts,
@@ -72,7 +73,7 @@ from mtp_train.runs.inputs import (
     trunk_of,
 )
 from mtp_train.runs.pipeline import page_of, run_recipe
-from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
+from mtp_train.runs.resolve import Overrides, override_texts, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
@@ -184,16 +185,29 @@ def probe(
         >>> found.verdict, found.graft.tau, found.base.tau
         ('retrain', 2.04, 3.31)
     """
-    require_one_process("probe")
     tuned = str(fine_tune)
-    donor = str(base)
-    paths = list(map(str, data))
-    console = console or Console(quiet=True)
     place = Path(output_of(tuned, "-rescued")) / PROBE if out is None else Path(out)
+    paths = list(map(str, data))
+    return _probed(tuned, str(base), place, paths, overrides, console or Console(quiet=True))[0]
+
+
+def _probed(
+    tuned: str,
+    donor: str,
+    place: Path,
+    paths: list[str],
+    overrides: Overrides,
+    console: Console,
+    later: Sequence[Stage] = (),
+) -> tuple[ProbeResult, Forecast]:
+    """Make a probe, and return its result and the forecast with the stages after it."""
     settings, changes = settings_of("graft", tuned, donor, str(place / TRAINING), paths), override_texts(overrides)
     answers = load_recipe(settings, changes).data.regenerate is not None
     short = {field: value for field, value in SHORT.items() if answers or not field.startswith("data.regenerate.")}
     recipe, choices = resolved_recipe(settings, [*changes, *override_texts(short)])
+    own = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
+    forecast = Forecast([Stage("comparing", "comparing"), *own, *later], console)
+    forecast.begin("comparing")
     found = _compare(recipe, donor, place / COMPARISON, console)
     console.print(f"base's head on the fine-tune: {_level_text(found.graft)}", highlight=False)
     # A training that began found no fault before.
@@ -202,7 +216,7 @@ def probe(
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
-        run_recipe(recipe, console, choices)
+        run_recipe(recipe, console, choices, forecast)
         found = _trained(found, place / TRAINING)
     # These models must not lie beside those of a rescue.
     gc.collect()
@@ -212,7 +226,8 @@ def probe(
         command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
     elif verdict == "graft" and not is_lone(donor):
         command = graft_command(tuned, donor) if recipe.model.adapter is None else merge_command(donor, tuned)
-    return replace(found, verdict=verdict, reason=reason, command=command)
+    forecast.number = len(own)
+    return replace(found, verdict=verdict, reason=reason, command=command), forecast
 
 
 def judge(found: ProbeResult) -> tuple[Verdict, str]:
@@ -384,17 +399,17 @@ def rescue(
         >>> rescued.head, rescued.out
         ('retrained', 'rescued/export')
     """
-    require_one_process("rescue")
     tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out), paths), overrides)
     if is_gguf(tuned) and recipe.model.adapter:
         raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
-    console = console or Console(quiet=True)
+    console, forecast = console or Console(quiet=True), None
     # A user who sets the length of the training has decided to train; a run that has begun goes on.
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
             RunDirectory(out).require_ours(recipe)
-        found = probe(tuned, donor, out / PROBE, data=paths, overrides=overrides, console=console)
+        later = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
+        found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, later)
         # Without the command that the probe proposes: the rescue goes on by itself.
         console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
@@ -405,7 +420,7 @@ def rescue(
         if found.verdict == "graft":
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
-    run_recipe(recipe, console, choices)
+    run_recipe(recipe, console, choices, forecast)
     if (gate := load_report(out / REPORT_FILE).gate) is None:
         return _result(recipe, RETRAINED, "", console)
     # The refusal ends in the command for a graft, which is written here.

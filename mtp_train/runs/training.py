@@ -28,6 +28,7 @@ from mtp_train.heads.head import Head
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.forecast import training_units
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import MEASURES, STATE, tracking_of, train_options
@@ -133,6 +134,13 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     )
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
+    run.forecast.begin("training")
+    units = training_units(recipe)
+
+    def on_step(done: int) -> None:
+        progress.update(task, completed=done)
+        run.forecast.update(done / run.plan.max_steps * units, units)
+
     try:
         weights = train_head(
             head_training(recipe, states, head, trained_vocab),
@@ -143,7 +151,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
             selection=selection,
             state_dir=run.directory.path / STATE,
             make_log=partial(open_log, run, lambda metrics: progress.update(task, description=described(metrics))),
-            on_step=lambda done: progress.update(task, completed=done),
+            on_step=on_step,
         )
     finally:
         said = states.close()

@@ -1,0 +1,152 @@
+"""How long a run takes in all, from the rates that its stages have had so far.
+
+Work is counted in units whose seconds a machine repeats: tokens of training steps, and rounds of decoding. The rate of
+training is not known before its first steps. Answers give the rate of rounds and the length of texts, for the
+measurements and for later answers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_PASSES, SPEED_PROMPTS, SPEED_TOKENS
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.settings import measured_tokens, run_settings
+
+SETTLED_SECONDS = 5.0
+"""A stage's own rate counts after so many seconds of it."""
+MOVED, LINE_SECONDS = 1.25, 20.0
+"""A forecast that moves by this factor is printed again, after so many seconds."""
+CPU_ROWS = 16
+"""A CPU takes twice as long for a round of so many more rows; a GPU takes as long as for one row."""
+
+
+@dataclass
+class Stage:
+    """A stage of a run, and the units of work that are planned for it."""
+
+    name: str
+    rate: str
+    """Stages of one rate take the same seconds per unit."""
+    work: float = 0.0
+    per_token: float = 0.0
+    """Units of further work for each token of a text."""
+    most_tokens: int = 0
+    """Limit of a text."""
+
+
+class Forecast:
+    """The time of the stages of a run, or of a probe and the rescue after it; without stages it says nothing."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage] = (),
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stages, self._console, self._clock = stages, console or Console(quiet=True), clock
+        self.rates: dict[str, float] = {}
+        """Seconds of a unit."""
+        self.number = -1
+        """Of the present stage, from 0."""
+        self.text_tokens = math.inf
+        """The mean length of texts without a limit."""
+        self._begun, self._said = clock(), (-math.inf, 0.0)
+        self._tokens = self._ended = 0
+        self._left: float | None = None
+        self._first: tuple[float, float] | None = None
+
+    def begin(self, name: str) -> None:
+        """Begin the next stage of a name; those before it were done by an earlier start, or are not needed."""
+        names = [stage.name for stage in self.stages]
+        if name in names[self.number + 1 :]:
+            self.number = names.index(name, self.number + 1)
+            self._left = self._first = None
+            self._tokens = self._ended = 0
+            self._tell()
+
+    def update(self, done: float, total: float) -> None:
+        """Take the units that the stage has done. The time before the first call is not in its rate."""
+        now, self._left = self._clock(), total - done
+        self._first = self._first or (now, done)
+        seconds, units = now - self._first[0], done - self._first[1]
+        if self.number >= 0 and units and seconds >= SETTLED_SECONDS:
+            self.rates[self.stages[self.number].rate] = seconds / units
+            moved = not self._said[1] / MOVED < self._sum()[0] < self._said[1] * MOVED
+            if moved and now - self._said[0] >= LINE_SECONDS:
+                self._tell()
+
+    def wrote(self, tokens: int, *, ended: bool, texts: float, units: float) -> None:
+        """Take tokens of one of so many texts of the stage, and whether they ended it; ``units``: of a token."""
+        self._tokens += tokens
+        self._ended += ended
+        self.text_tokens = self._tokens / self._ended if self._ended else math.inf
+        length = min(self.stages[self.number].most_tokens, self.text_tokens) if self.stages else math.inf
+        self.update(units * self._tokens, units * texts * length)
+
+    def _sum(self) -> tuple[float, list[str]]:
+        """Return the seconds of all stages of a known rate, and the names of the others."""
+        seconds, unknown = self._clock() - self._begun, []
+        for number, stage in enumerate(self.stages[self.number :]):
+            work = stage.work + stage.per_token * min(stage.most_tokens, self.text_tokens)
+            if not number and self._left is not None:
+                work = self._left
+            if stage.rate in self.rates:
+                seconds += work * self.rates[stage.rate]
+            elif stage.name not in unknown:
+                unknown.append(stage.name)
+        return seconds, unknown
+
+    def _tell(self) -> None:
+        (seconds, unknown), present = self._sum(), self.stages[self.number]
+        self._said = -math.inf, 0.0
+        told = f"stage {self.number + 1} of {len(self.stages)}, {present.name}"
+        if present.rate in self.rates:
+            besides = f", besides {' and '.join(unknown)}" if unknown else ""
+            told += f": about {duration(seconds)} in all{besides}"
+            self._said = self._clock(), seconds
+        self._console.print(told, highlight=False)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400.0 else f"{seconds / 3600:.1f} h"
+
+
+def round_units(rows: int, device: str) -> float:
+    """Return the units of a round of decoding of so many rows."""
+    return 1.0 if device == "cuda" else 1.0 + rows / CPU_ROWS
+
+
+def training_units(recipe: Recipe) -> float:
+    """Return the tokens of all steps, and of what selects the best head."""
+    return recipe.train.max_steps * recipe.train.tokens_per_step + math.prod(measured_tokens(recipe))
+
+
+def stages_of(recipe: Recipe, trunk: Checkpoint, device: str) -> list[Stage]:
+    """Return the stages of a recipe's run that take long, with their work."""
+    answered, asked, found = recipe.data.regenerate, recipe.evaluate, list[Stage]()
+    if answered is not None and answered.endpoint is not None:
+        found.append(Stage("answering", "serving", answered.max_prompts or 0))
+    elif answered is not None:
+        rows = answered.batch_size or MAX_BATCH
+        texts = (answered.max_prompts or 0) * round_units(rows, device) / rows
+        found.append(Stage("answering", "decoding", 0.0, texts, answered.max_new_tokens))
+    found += [Stage("training", "training", training_units(recipe))] * (
+        1 if recipe.study is None else len(recipe.study.objectives)
+    )
+    if recipe.study is not None:
+        found.append(Stage("measuring", "study"))
+    elif recipe.gate.enabled:
+        lanes = len(asked.arms) * len(run_settings(recipe, trunk))
+        alone = SPEED_PROMPTS * SPEED_PASSES * SPEED_TOKENS * lanes * round_units(1, device)
+        together = math.ceil(asked.prompts / MAX_BATCH) * lanes * round_units(MAX_BATCH, device)
+        found.append(Stage("measuring", "decoding", alone, together, asked.max_new_tokens))
+    return found
