@@ -16,7 +16,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
@@ -26,7 +26,6 @@ from mtp_train.families.kinds.assistant import GEMMA4
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "recipes" / "families.md"
 RECORDS = REPOSITORY / "inference" / "benchmarks" / "engines"
-BEGIN, END = "<!-- families -->", "<!-- /families -->"
 ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "transformers": "`use_mtp`"}
 ENGINES = tuple(ENGINE_TITLES)
 HEADER = (
@@ -89,17 +88,18 @@ def attached() -> str:
     return textwrap.fill(text, width=120)
 
 
-def main() -> None:
-    """Print the table, or write it to its page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into recipes/families.md")
+def print_or_write(page: Path, name: str, table: Callable[[], str], doc: str | None = __doc__) -> None:
+    """Print a table, or write it to its page, between the comments ``name`` and ``/name``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(REPOSITORY)}")
     if not parser.parse_args().write:
         print(table())
         return
-    text = PAGE.read_text(encoding="utf-8")
-    between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
-    PAGE.write_text(between.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text), encoding="utf-8")
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", flags=re.DOTALL)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(between.sub(lambda _: f"{begin}\n{table()}\n{end}", text), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(PAGE, "families", table)

@@ -1,4 +1,4 @@
-"""The table of large trunks in ``recipes/distributed.md`` is what ``check`` computes from their released configs."""
+"""The tables of large trunks in ``recipes/distributed.md`` are what ``check`` computes from released configs."""
 
 from __future__ import annotations
 
@@ -8,48 +8,24 @@ from typing import Any
 
 import pytest
 
-from json_files import read_json, write_json
-from mtp_train import CheckResult, check
-from repository import RECIPES, REPOSITORY
+from mtp_train import CheckResult
+from scripts.what_fits import PAGE, SHAPES, STEP_TOKENS, cell, planned, table
 
-PAGE = RECIPES / "distributed.md"
-SEQ_LEN, STEP_TOKENS = 4096, 131_072
-SHAPES: dict[str, Any] = read_json(REPOSITORY / "tests" / "large_trunks.json")
-"""What the released configs have of the shapes, without what changes no plan."""
-QWEN3_5_9B: dict[str, Any] = read_json(REPOSITORY / "inference" / "benchmarks" / "qwen3_5_9b.json")
-TRUNKS: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "Qwen3.5-9B, here": (QWEN3_5_9B, "native", False),
-    "Qwen3-235B-A22B, here": (SHAPES["Qwen3-235B-A22B"], "random", False),
-    "Qwen3-235B-A22B, served": (SHAPES["Qwen3-235B-A22B"], "random", True),
-    "GLM-4.6 in FP8, served": (SHAPES["GLM-4.6-FP8"], "native", True),
+SERVER = "http://localhost:8000/v1"
+SERVED = {"train.states": {"endpoint": SERVER}}
+TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3.5-9B, here": ("Qwen3.5-9B", {}),
+    "Qwen3-235B-A22B, here": ("Qwen3-235B-A22B", {}),
+    "Qwen3-235B-A22B, served": ("Qwen3-235B-A22B", SERVED),
+    "GLM-4.6 in FP8, served": ("GLM-4.6-FP8", SERVED),
 }
-"""Config, start of the head, and whether a server computes the states."""
+"""The trunk, and whether a server computes the states."""
 
 
-def planned(directory: Path, name: str, processes: int) -> CheckResult:
-    config, init, served = TRUNKS[name]
-    trunk = directory / "trunk"
-    trunk.mkdir(exist_ok=True)
-    write_json(trunk / "config.json", config)
-    (directory / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    server = {"endpoint": "http://localhost:8000/v1"}
-    recipe = {
-        "run_dir": str(directory / "run"),
-        "model": {"trunk": str(trunk)},
-        "head": {"num_depths": 3, "init": init},
-        "data": {
-            "sources": [{"path": str(directory / "prompts.jsonl")}],
-            "seq_len_tokens": SEQ_LEN,
-            "regenerate": {**server, "max_prompts": 20_000},
-        },
-        "train": {
-            **{"max_steps": 500, "tokens_per_step": STEP_TOKENS, "lr": 1e-4, "micro_batch_sequences": 1},
-            "states": server if served else None,
-        },
-        "evaluate": {"arms": ["none", *(["native"] if init == "native" else []), "retrained"]},
-        "gate": {"enabled": False},
-    }
-    return check(recipe, processes=processes, device="h100")
+def plan(directory: Path, row: str) -> CheckResult:
+    name, changes = TRUNKS[row]
+    answers = {"data.regenerate.endpoint": SERVER, "gate.enabled": False}
+    return planned(directory, name, 8, "h100", {**answers, **changes})
 
 
 def received(found: CheckResult) -> float:
@@ -61,14 +37,11 @@ def received(found: CheckResult) -> float:
 
 def rows(directory: Path) -> Iterator[str]:
     for name in TRUNKS:
-        for processes in (1, 8, 16):
-            found = planned(directory, name, processes)
-            room, shards = found.room, found.room.in_shards
-            in_shards = "-" if shards is None else f"{shards.total_bytes / 2**30:.0f}"
-            moved = "-" if shards is None else f"{received(found) / 1e6:.2f}"
-            fits = "no" if room.problem else "in shards" if room.needs_shards else "yes"
-            cells = (name, processes, f"{room.memory.total_bytes / 2**30:.0f}", in_shards, fits)
-            yield "| " + " | ".join(map(str, (*cells, f"{room.memory.state_bytes:,}", moved))) + " |"
+        found = plan(directory, name)
+        memory, shards = found.room.memory, found.room.in_shards
+        assert shards is not None
+        sizes = [f"{one.total_bytes / 2**30:.0f}" for one in (memory, shards)]
+        yield f"| {' | '.join([name, *sizes, f'{memory.state_bytes:,}', f'{received(found) / 1e6:.2f}'])} |"
 
 
 def test_the_page_has_the_plans_of_large_trunks(tmp_path: Path) -> None:
@@ -79,10 +52,15 @@ def test_the_page_has_the_plans_of_large_trunks(tmp_path: Path) -> None:
     )
 
 
+def test_the_page_has_what_fits(tmp_path: Path) -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), "python scripts/what_fits.py --write"
+    assert cell(planned(tmp_path, "Qwen3-32B", 1, "24GiB", {})) != "yes", "the control"
+
+
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B, here", "GLM-4.6 in FP8, served"])
 def test_check_tells_what_moves(name: str, tmp_path: Path) -> None:
-    found = planned(tmp_path, name, 8)
-    config, _, served = TRUNKS[name]
+    found, served = plan(tmp_path, name), "served" in name
+    config = SHAPES[TRUNKS[name][0]]
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     told, shards, gib = str(found), found.room.in_shards, 2**30
     assert shards is not None
