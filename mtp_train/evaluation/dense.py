@@ -165,32 +165,44 @@ overlap alone may rise, where q was wrong."""
 
 
 def better_wiring(
-    trunk: Trunk, drafting: HeadDrafting, texts: Sequence[Document], num_depths: int, progress: Progress
+    trunk: Trunk,
+    drafting: HeadDrafting,
+    texts: Sequence[Document],
+    num_depths: int,
+    progress: Progress,
+    gather: Callable[[list[Any]], list[Any]] = list,
 ) -> str | None:
     """Return a sentence about the wiring under which a head drafts best, None if none is shown to be better than ours.
 
     A checkpoint may hold a head in a form that no engine expects (halves swapped, norms shifted by one), and an engine
     may wire it otherwise than the trainer did. Each is tried on texts that the trunk wrote, where one pass of the trunk
-    serves all of them.
+    serves all of them. ``gather`` returns the items of all processes, each of which has texts of its own.
     """
     with torch.inference_mode(), many_rows(trunk, drafting.head) as head:
         heads = {"": head, **{name: change(deepcopy(head)) for name, change in wirings(head).items()}}
-        # Overlap and the share of right drafts of each text.
-        figures = {name: torch.zeros(2, len(texts)) for name in heads}
-        num_drafts = 0
-        for number, text in enumerate(progress.track(texts, description="trying other wirings of the head")):
+        # Of each text and head: its overlap, its share of right drafts, and their number.
+        own = []
+        for text in progress.track(texts, description="trying other wirings of the head"):
             measured = _measured(trunk, list(heads.values()), text, num_depths, drafting.draft_vocab_R)
-            for name, (rows, found) in zip(heads, measured, strict=True):
-                figures[name][0, number] = found.overlap_KN[rows.valid_KN].mean()
-                figures[name][1, number] = found.agreed_KN[rows.valid_KN].float().mean()
-            num_drafts += int(rows.valid_KN.sum())
+            own.append(
+                [
+                    [
+                        *(float(one[rows.valid_KN].float().mean()) for one in (found.overlap_KN, found.agreed_KN)),
+                        int(rows.valid_KN.sum()),
+                    ]
+                    for rows, found in measured
+                ]
+            )
+    of_texts = torch.tensor(gather(own))
+    figures = dict(zip(heads, of_texts.permute(1, 2, 0), strict=True))
     best = max(heads, key=lambda name: float(figures[name][0].sum()))
-    gains = figures[best] - figures[""]
-    in_errors = (gains.mean(dim=1) / (gains.std(dim=1) / math.sqrt(len(texts)))).nan_to_num(posinf=0.0)
+    gains = (figures[best] - figures[""])[:2]
+    in_errors = (gains.mean(dim=1) / (gains.std(dim=1) / math.sqrt(len(of_texts)))).nan_to_num(posinf=0.0)
     least = torch.tensor([_GAIN, _RIGHT])
-    if len(texts) < 3 or bool((gains.mean(dim=1) < least).any()) or in_errors[0] < _SURE or in_errors[1] < _LIKELY:
+    if len(of_texts) < 3 or bool((gains.mean(dim=1) < least).any()) or in_errors[0] < _SURE or in_errors[1] < _LIKELY:
         return None
     shares = [float(figures[name][1].mean()) for name in (best, "")]
+    num_drafts = int(figures[""][2].sum())
     return f"The head drafts better {best}: {shares[0]:.0%} of {num_drafts} drafts are right instead of {shares[1]:.0%}"
 
 

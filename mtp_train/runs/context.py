@@ -69,4 +69,8 @@ class RunContext:
 
     @property
     def processes(self) -> Processes:
-        return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
+        return processes_of(self.accelerator)
+
+
+def processes_of(accelerator: RunAccelerator) -> Processes:
+    return Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)

@@ -22,6 +22,7 @@ import gc
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ from mtp_train.report.wording import format_estimate, format_number
 from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.write import WriteResult
+from mtp_train.runs.context import processes_of
 from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import serves_of, write_export, write_untrained_card
@@ -73,10 +75,11 @@ from mtp_train.runs.inputs import (
     trunk_of,
 )
 from mtp_train.runs.pipeline import page_of, run_recipe
-from mtp_train.runs.resolve import Overrides, override_texts, resolved_recipe
+from mtp_train.runs.resolve import Choice, Overrides, override_texts, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
+from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator
 from mtp_train.train.log import read_metrics
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
@@ -188,9 +191,10 @@ def probe(
     tuned = str(fine_tune)
     place = Path(output_of(tuned, "-rescued")) / PROBE if out is None else Path(out)
     paths = list(map(str, data))
-    return _probed(tuned, str(base), place, paths, overrides, console or Console(quiet=True))[0]
+    return _probed(tuned, str(base), place, paths, overrides, console or Console(quiet=True), make_accelerator())[0]
 
 
+@lost_process_is_named()
 def _probed(
     tuned: str,
     donor: str,
@@ -198,6 +202,7 @@ def _probed(
     paths: list[str],
     overrides: Overrides,
     console: Console,
+    accelerator: RunAccelerator,
     later: Sequence[Stage] = (),
 ) -> tuple[ProbeResult, Forecast]:
     """Make a probe, and return its result and the forecast with the stages after it."""
@@ -208,16 +213,16 @@ def _probed(
     own = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
     forecast = Forecast([Stage("comparing", "comparing"), *own, *later], console)
     forecast.begin("comparing")
-    found = _compare(recipe, donor, place / COMPARISON, console)
+    found = _compare(recipe, donor, place / COMPARISON, console, accelerator)
     console.print(f"base's head on the fine-tune: {_level_text(found.graft)}", highlight=False)
     # A training that began found no fault before.
-    if not is_lone(donor) and not is_run(place / TRAINING):
-        found = replace(found, wiring=_better_wiring(recipe, donor, console))
+    if not is_lone(donor) and not accelerator.made_by_main(lambda: is_run(place / TRAINING)):
+        found = replace(found, wiring=_better_wiring(recipe, donor, console, accelerator))
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices, forecast)
-        found = _trained(found, place / TRAINING)
+        found = accelerator.made_by_main(partial(_trained, found, place / TRAINING))
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
@@ -265,7 +270,7 @@ def is_at_fault(own: HeadLevel | None) -> bool:
     return own is not None and (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
-def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeResult:
+def _compare(recipe: Recipe, donor: str, out: Path, console: Console, accelerator: RunAccelerator) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     model, source = recipe.model, open_head_source(donor)
     tokenizer = recipe_tokenizer(recipe, open_trunk(recipe))
@@ -282,8 +287,10 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeRe
     arms += [] if base is None else [ArmSpec(OWN_BASE, base, own)]
     grid = grid_of(recipe, StudySection(temperatures=(0.0,), rules=("greedy",), depths=(recipe.head.num_depths,)))
     with progress_on(console) as progress, RunDirectory(out).held(console, "the probe"):
-        measured = Study(arms, grid, out, progress, prompts=held_out).measure()
-    report = study_report(measured, grid, f"probe of {model.trunk}")
+        study = Study(arms, grid, out, progress, prompts=held_out, processes=processes_of(accelerator))
+        measured = study.measure()
+    # Other processes have no teacher-forced metrics.
+    report = accelerator.made_by_main(lambda: study_report(measured, grid, f"probe of {model.trunk}"))
     found = ProbeResult("undecided", "", "", _level(report.arms[GRAFT]))
     if base is None:
         return found
@@ -296,11 +303,12 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeRe
     )
 
 
-def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
+def _better_wiring(recipe: Recipe, donor: str, console: Console, accelerator: RunAccelerator) -> str | None:
     """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence."""
     model = open_model(donor, OWN)
     tokenizer = load_tokenizer(replace(model.checkpoint, trusts_code=recipe.model.trust_remote_code))
     prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
+    prompts = prompts[accelerator.process_index :: accelerator.num_processes]
     with progress_on(console) as progress:
         with shown_loading(progress, donor, model.checkpoint.num_bytes):
             trunk = model.load_trunk(local_device())
@@ -313,7 +321,7 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
             answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens)
             for prompt, one in zip(prompts, found, strict=True)
         ]
-        return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
+        return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress, accelerator.gather_items)
 
 
 def _level(arm: ArmResult) -> HeadLevel:
@@ -366,6 +374,7 @@ class RescueResult(WriteResult):
         return [("report", self.page), *super()._rows()]
 
 
+@lost_process_is_named()
 def rescue(
     fine_tune: str | Path,
     base: str | Path,
@@ -399,17 +408,15 @@ def rescue(
         >>> rescued.head, rescued.out
         ('retrained', 'rescued/export')
     """
-    tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
+    tuned, donor, out, paths = str(fine_tune), str(base), Path(out), list(map(str, data))
+    accelerator = make_accelerator()
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out), paths), overrides)
     if is_gguf(tuned) and recipe.model.adapter:
         raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
     console, forecast = console or Console(quiet=True), None
-    # A user who sets the length of the training has decided to train; a run that has begun goes on.
-    if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
-        if not (out / PROBE).exists():
-            RunDirectory(out).require_ours(recipe)
+    if accelerator.made_by_main(partial(_begins_with_probe, recipe, choices)):
         later = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
-        found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, later)
+        found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, accelerator, later)
         # Without the command that the probe proposes: the rescue goes on by itself.
         console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
@@ -419,9 +426,22 @@ def rescue(
             )
         if found.verdict == "graft":
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-            return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
+            return accelerator.made_by_main(lambda: _result(recipe, GRAFT, f"{found.reason}. {again}", console))
     run_recipe(recipe, console, choices, forecast)
-    if (gate := load_report(out / REPORT_FILE).gate) is None:
+    return accelerator.made_by_main(lambda: _judged(recipe, console))
+
+
+def _begins_with_probe(recipe: Recipe, choices: Sequence[Choice]) -> bool:
+    """Return whether to probe: a run that has begun goes on, and a user who sets the length has decided to train."""
+    out = Path(recipe.run_dir)
+    begins = any(choice.field == "train.max_steps" for choice in choices) and not is_run(out)
+    if begins and not (out / PROBE).exists():
+        RunDirectory(out).require_ours(recipe)
+    return begins
+
+
+def _judged(recipe: Recipe, console: Console) -> RescueResult:
+    if (gate := load_report(Path(recipe.run_dir) / REPORT_FILE).gate) is None:
         return _result(recipe, RETRAINED, "", console)
     # The refusal ends in the command for a graft, which is written here.
     reason = gate.reason.partition(f". {GRAFT_INSTEAD}")[0]

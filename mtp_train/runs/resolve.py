@@ -27,7 +27,7 @@ from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.data.groups import is_held_out
 from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
-from mtp_train.errors import DataError, RecipeError
+from mtp_train.errors import DataError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, load_recipe
@@ -124,14 +124,6 @@ def override_texts(overrides: Overrides) -> list[str]:
         return list(overrides)
     texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
     return [f"{field}={text}" for field, text in texts.items()]
-
-
-def require_one_process(command: str) -> None:
-    if launched_processes() > 1:
-        raise RecipeError(
-            f"mtp-train {command}: launched with {launched_processes()} processes; expected one. For several, write "
-            "the recipe with mtp-train init, and launch that."
-        )
 
 
 def launched_processes() -> int:

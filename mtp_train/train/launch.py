@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -80,6 +80,13 @@ class RunAccelerator(Accelerator):
         failed = next((rank for rank, said in enumerate(found) if said is not None), None)
         if failed is not None:
             raise CheckpointError(f"process {failed}: {found[failed]}") from own
+
+    def made_by_main(self, make: Callable[[], Item]) -> Item:
+        """Return what a function makes in the main process, or raise its MtpError; every process must call it."""
+        with self.failing_together():
+            made = make() if self.is_main_process else None
+        found: Item = self.said_by_main(made)
+        return found
 
     def said_by_main(self, message: Any = None) -> Any:
         """Return the main process's message; every process must call it, the others without a message."""

@@ -33,7 +33,7 @@ from launching import (
 )
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.recipe.loading import load_recipe
-from runs import GETS_NO_BETTER, LEARNS, copy_run, tree, write_inputs, write_recipe
+from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, copy_run, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01
 
@@ -101,6 +101,32 @@ def test_two_processes_resolve_auto_alike_and_their_verdict_outlives_the_launche
     train, (line,) = load_recipe(run_dir / RECIPE_FILE).train, metrics(run_dir)
     assert (line["step"], line["world_size"]) == (1, 2)
     assert train.tokens_per_step % (2 * train.micro_batch_sequences) == 0
+
+
+@pytest.mark.slow
+def test_two_processes_probe_and_rescue_as_one_does(pristine: Path, tmp_path: Path) -> None:
+    """Each decodes half of the prompts of the comparison, of the wirings and of the runs, and trains on its share."""
+    settings = [one for one in TINY_RESCUE if not one.startswith(("train.max_steps", "train.warmup"))]
+    pair = [pristine / "finetune", "--from", pristine / "base", "--data", pristine / "chats.jsonl", "--json"]
+    found = []
+    for machine, variables in (("cpu_ddp.yaml", {"ACCELERATE_USE_CPU": "true"}), ("single.yaml", {})):
+        out = tmp_path / machine
+        probing, rescuing = ([name, *pair, "--out", out / name, "--set", *settings] for name in ("probe", "rescue"))
+        done = start(machine, CPU_SHARDS, *probing, "then", *rescuing, **variables)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout.replace(str(out), "OUT").replace("}\n{", "},{")
+        printed = json.loads(f"[{text}]")
+        worlds = {line["world_size"] for line in metrics(out / "rescue") if "world_size" in line}
+        found.append((printed, head(out / "rescue"), worlds, done.stderr))
+        wrote = {path.name for path in (out / "probe/comparison/measured").rglob("*.jsonl")}
+        assert wrote == ({"0.jsonl", "1.jsonl"} if variables else {"0.jsonl"})
+    (both, its_head, two, said), (alone, own_head, one, _) = found
+    assert (two, one) == ({2}, {1})
+    assert both == alone
+    assert both[0]["trained_steps"] == 1
+    torch.testing.assert_close(its_head, own_head, atol=1e-3, rtol=1e-3)
+    assert said.count("stage 1 of 7, comparing") == 1
+    assert said.count("stage 7 of 7, measuring") == 1
 
 
 def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, new_run: Path) -> None:
