@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,14 +175,12 @@ def _setting_series(report: Report, settings: Sequence[Setting], figure: str) ->
 
 def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     """Draw the curves of training: loss, and tau on the held-out text where it was measured."""
-    depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
-    names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
-    # A single depth has the curve of the loss itself.
-    loss = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
+    # The losses of the depths, which are in metrics.jsonl, mostly lie on their sum.
+    loss = "Training loss by step: the weighted sum over depths."
     tau = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
     seconds = "Seconds of each part of training since the log line before, by step."
     kinds = (
-        ("loss", loss, "training loss", names if len(depths) > 1 else {"loss": "loss"}),
+        ("loss", loss, "training loss", {"loss": "loss"}),
         ("held_out", tau, "tokens per round (tau)", {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"}),
         ("learning_rate", "Learning rate by step.", "learning rate", {"lr": "learning rate"}),
         ("seconds", seconds, "seconds", {f"seconds_{part}": part for part in (*STEP_PARTS, "waiting")}),

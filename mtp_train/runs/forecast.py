@@ -21,13 +21,13 @@ from mtp_train.runs.settings import measured_tokens, run_settings
 
 SETTLED_SECONDS = 5.0
 """A stage's own rate counts after so many seconds of it."""
-MOVED, LINE_SECONDS = 1.25, 20.0
-"""A forecast that moves by this factor is printed again, after so many seconds."""
+MOVED = 1.25
+"""A forecast that moves by this factor is printed again."""
 CPU_ROWS = 16
 """A CPU takes twice as long for a round of so many more rows; a GPU takes as long as for one row."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """A stage of a run, and the units of work that are planned for it."""
 
@@ -42,7 +42,7 @@ class Stage:
 
 
 class Forecast:
-    """The time of the stages of a run, or of a probe and the rescue after it; without stages it says nothing."""
+    """The time of the stages of a run, or of a probe and the rescue after it; without stages it prints nothing."""
 
     def __init__(
         self,
@@ -57,8 +57,11 @@ class Forecast:
         """Of the present stage, from 0."""
         self.text_tokens = math.inf
         """The mean length of texts without a limit."""
-        self._begun, self._said = clock(), (-math.inf, 0.0)
-        self._tokens = self._ended = 0
+        self._begun = clock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._said, self._tokens, self._ended = 0.0, 0, 0
         self._left: float | None = None
         self._first: tuple[float, float] | None = None
 
@@ -67,8 +70,7 @@ class Forecast:
         names = [stage.name for stage in self.stages]
         if name in names[self.number + 1 :]:
             self.number = names.index(name, self.number + 1)
-            self._left = self._first = None
-            self._tokens = self._ended = 0
+            self._forget()
             self._tell()
 
     def update(self, done: float, total: float) -> None:
@@ -78,46 +80,39 @@ class Forecast:
         seconds, units = now - self._first[0], done - self._first[1]
         if self.number >= 0 and units and seconds >= SETTLED_SECONDS:
             self.rates[self.stages[self.number].rate] = seconds / units
-            moved = not self._said[1] / MOVED < self._sum()[0] < self._said[1] * MOVED
-            if moved and now - self._said[0] >= LINE_SECONDS:
-                self._tell()
+            self._tell()
 
     def wrote(self, tokens: int, *, ended: bool, texts: float, units: float) -> None:
         """Take tokens of one of so many texts of the stage, and whether they ended it; ``units``: of a token."""
         self._tokens += tokens
         self._ended += ended
         self.text_tokens = self._tokens / self._ended if self._ended else math.inf
-        length = min(self.stages[self.number].most_tokens, self.text_tokens) if self.stages else math.inf
+        length = min(self.text_tokens, *(stage.most_tokens for stage in self.stages[self.number :][:1]))
         self.update(units * self._tokens, units * texts * length)
 
-    def _sum(self) -> tuple[float, list[str]]:
-        """Return the seconds of all stages of a known rate, and the names of the others."""
-        seconds, unknown = self._clock() - self._begun, []
+    def _tell(self) -> None:
+        """Print the time of all stages, besides those of an unknown rate, unless it is near the time printed last."""
+        seconds, unknown = self._clock() - self._begun, dict[str, None]()
         for number, stage in enumerate(self.stages[self.number :]):
             work = stage.work + stage.per_token * min(stage.most_tokens, self.text_tokens)
-            if not number and self._left is not None:
-                work = self._left
             if stage.rate in self.rates:
-                seconds += work * self.rates[stage.rate]
-            elif stage.name not in unknown:
-                unknown.append(stage.name)
-        return seconds, unknown
-
-    def _tell(self) -> None:
-        (seconds, unknown), present = self._sum(), self.stages[self.number]
-        self._said = -math.inf, 0.0
+                seconds += self.rates[stage.rate] * (work if number or self._left is None else self._left)
+            else:
+                unknown[stage.name] = None
+        present = self.stages[self.number]
         told = f"stage {self.number + 1} of {len(self.stages)}, {present.name}"
-        if present.rate in self.rates:
-            besides = f", besides {' and '.join(unknown)}" if unknown else ""
-            told += f": about {duration(seconds)} in all{besides}"
-            self._said = self._clock(), seconds
+        if present.name not in unknown:
+            if self._said / MOVED < seconds < self._said * MOVED:
+                return
+            self._said = seconds
+            told += f": about {duration(seconds)} in all{', besides ' * bool(unknown)}{' and '.join(unknown)}"
         self._console.print(told, highlight=False)
 
 
 def duration(seconds: float) -> str:
-    if seconds < 90.0:
+    if seconds < 100.0:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400.0 else f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds < 6000.0 else f"{seconds / 3600:.1f} h"
 
 
 def round_units(rows: int, device: str) -> float:
@@ -131,22 +126,17 @@ def training_units(recipe: Recipe) -> float:
 
 
 def stages_of(recipe: Recipe, trunk: Checkpoint, device: str) -> list[Stage]:
-    """Return the stages of a recipe's run that take long, with their work."""
-    answered, asked, found = recipe.data.regenerate, recipe.evaluate, list[Stage]()
-    if answered is not None and answered.endpoint is not None:
-        found.append(Stage("answering", "serving", answered.max_prompts or 0))
-    elif answered is not None:
+    """Return the stages of a recipe's run that take long, with their work; none of a study."""
+    answered, asked = recipe.data.regenerate, recipe.evaluate
+    found = [Stage("training", "training", training_units(recipe))]
+    if answered is not None:
         rows = answered.batch_size or MAX_BATCH
         texts = (answered.max_prompts or 0) * round_units(rows, device) / rows
-        found.append(Stage("answering", "decoding", 0.0, texts, answered.max_new_tokens))
-    found += [Stage("training", "training", training_units(recipe))] * (
-        1 if recipe.study is None else len(recipe.study.objectives)
-    )
-    if recipe.study is not None:
-        found.append(Stage("measuring", "study"))
-    elif recipe.gate.enabled:
+        rate = "decoding" if answered.endpoint is None else "serving"
+        found.insert(0, Stage("answering", rate, 0.0, texts, answered.max_new_tokens))
+    if recipe.gate.enabled:
         lanes = len(asked.arms) * len(run_settings(recipe, trunk))
-        alone = SPEED_PROMPTS * SPEED_PASSES * SPEED_TOKENS * lanes * round_units(1, device)
-        together = math.ceil(asked.prompts / MAX_BATCH) * lanes * round_units(MAX_BATCH, device)
-        found.append(Stage("measuring", "decoding", alone, together, asked.max_new_tokens))
-    return found
+        timed = lanes * SPEED_PROMPTS * SPEED_PASSES * SPEED_TOKENS * round_units(1, device)
+        batches = lanes * asked.prompts / MAX_BATCH * round_units(MAX_BATCH, device)
+        found.append(Stage("measuring", "decoding", timed, batches, asked.max_new_tokens))
+    return [] if recipe.study is not None else found

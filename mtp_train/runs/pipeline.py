@@ -118,8 +118,10 @@ def run_recipe(
         ):
             accelerator, recipe = join_processes(recipe, directory)
             console.print(describe_processes(accelerator), highlight=False)
-            if choices:
-                console.print(f"chosen by rule: {values_of(choices)}", highlight=False)
+            # Those that the text or the start decides are printed then.
+            later = FROM_TEXT if recipe.train.select is None or recipe.study is not None else (*FROM_TEXT, "train.lr")
+            if first := [one for one in choices if one.field not in later]:
+                console.print(f"chosen by rule: {values_of(first)}", highlight=False)
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
             stages = stages_of(recipe, run.inputs.finetune, accelerator.device.type)
             run.forecast = forecast or Forecast(stages, console)

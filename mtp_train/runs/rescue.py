@@ -460,15 +460,15 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
             graft_gguf(Path(trunk), str(out), gguf, None, "hard", progress)
     tuned = open_location(trunk)
     family = of_kind(tuned.family, recipe.head.kind)
-    report = load_report(run_dir / REPORT_FILE) if head == RETRAINED else None
+    report = load_report(run_dir / REPORT_FILE) if (run_dir / REPORT_FILE).is_file() else None
     server = None if gguf is None else f"llama-server -m {shlex.quote(str(gguf))}"
-    serves = serves_of(out, family, recipe.head.num_depths, report, gguf=server)
+    serves = serves_of(out, family, recipe.head.num_depths, report if head == RETRAINED else None, gguf=server)
     if gguf is not None:
         # The export is the trunk's dequantised copy.
         out, serves = gguf, {"llama.cpp": serves["llama.cpp"]}
-        if report is not None:
-            # The page of the run, which is written before the file, says how to write one.
-            write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
+    if report is not None and (gguf is not None or head == GRAFT):
+        # The page of the run was written before this file, or the graft.
+        write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
     rewired = wiring_note(family, recipe.head.convention, serves)
     notes = [] if rewired is None else [f"The head is {rewired}."]
     notes += left_out(tuned, layout_of(tuned))

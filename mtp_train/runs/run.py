@@ -83,8 +83,8 @@ class Run(RunContext):
         self.recipe = self.recipe.replaced({one.field: one.value for one in choices})
         if self.is_main:
             self.directory.record_recipe(self.recipe)
-            for choice in choices:
-                self.progress.console.print(str(choice), highlight=False)
+            values = ", ".join(f"{one.field}={one.shown}" for one in choices)
+            self.progress.console.print(f"chosen by rule: {values}", highlight=False)
 
     def states(
         self,

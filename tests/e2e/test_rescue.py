@@ -190,6 +190,8 @@ def test_where_training_does_not_help_the_graft_is_exported_and_an_adapter_merge
     assert changed
     assert all("q_proj" in key and not key.startswith("mtp.") for key in changed)
     assert read_json(Path("out/outcome.json"))["reason"] == "gate_refused"
+    # The page of the run has nothing to serve; the rescue's has.
+    assert rescued["serves"]["vllm"].replace("'", "&#39;") in Path("out/report.html").read_text()
     assert document(argv, capfd) == rescued
 
 
@@ -197,13 +199,13 @@ def probed(monkeypatch: Monkey, verdict: Any) -> list[Path]:
     """Let every probe find a verdict, and return where they were asked for."""
     asked: list[Path] = []
 
-    def found(tuned: str, donor: str, out: Path, **_: Any) -> ProbeResult:
+    def found(tuned: str, donor: str, out: Path, *_: Any) -> tuple[ProbeResult, None]:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
         level = HeadLevel(2.0, (1.9, 2.1), 0.5)
-        return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
+        return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None), None
 
-    monkeypatch.setattr(rescue_module, "probe", found)
+    monkeypatch.setattr(rescue_module, "_probed", found)
     return asked
 
 
@@ -236,9 +238,9 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     assert (len(asked), status(capfd, rescued["out"])) == (1, "healthy")
 
 
-def test_several_processes_are_refused(inputs: Path, capfd: Capture, monkeypatch: Monkey) -> None:
+def test_processes_that_are_not_joined_are_refused(inputs: Path, capfd: Capture, monkeypatch: Monkey) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "mtp-train rescue: launched with 2 processes; expected one" in refusal(asking(inputs), capfd)
+    assert "launcher: started 2 processes, of which accelerate joins 1" in refusal(asking(inputs), capfd)
 
 
 def test_a_rescue_sets_what_the_text_decides_once_it_exists(inputs: Path, capfd: Capture, monkeypatch: Monkey) -> None:
@@ -254,6 +256,11 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(inputs: Path, capfd:
     # Part of the text is kept out of training, to select the best step.
     assert 9 <= passes <= 10 + train.tokens_per_step / text
     assert json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])["step"] == train.max_steps
+    log = " ".join(Path("out/run.log").read_text().split())
+    names = "data.holdout evaluate.prompts data.regenerate.max_prompts train.lr train.max_steps train.tokens_per_step"
+    assert {name: log.count(f"{name}=") for name in names.split()} == dict.fromkeys(names.split(), 1)
+    stages = ("answering", "training", "measuring")
+    assert [log.count(f"stage {number} of 3, {name}") > 0 for number, name in enumerate(stages, 1)] == [True] * 3
     # The command finds the settings that the run recorded, without another probe, and nothing is done twice.
     assert document(argv, capfd) == rescued
     assert asked == [Path("out/probe")]

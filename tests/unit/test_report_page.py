@@ -103,6 +103,22 @@ def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
     assert "<mark>    return a</mark> + b\n</pre>" in page
 
 
+def test_a_wide_table_is_a_list_on_a_narrow_screen_where_every_figure_has_its_heading() -> None:
+    def tables(title: str) -> list[list[str]]:
+        part = PAGE.split(f">{title}</h2>")[1].split("<h2")[0]
+        return [one.split() for one in re.findall(r'<table class="([^"]*)"', part)]
+
+    assert tables("By depth") == tables("Differences") == [["grid", "stack"]]
+    assert tables("By position in the draft") == [["grid"]], "the control: as wide as a telephone"
+    depth = PAGE.split(">By depth</h2>")[1].split("<h2")[0]
+    headings = re.findall(r"<th[^>]*>([^<]+)</th>", depth.split("</thead>")[0])[1:]
+    first = depth.split('<th scope="row">')[1].split("</tr>")[0]
+    assert re.findall(r'data-label="([^"]*)"', first) == headings
+    narrow = PAGE.split("max-width: 640px")[-1]
+    assert ".stack td::before { content: attr(data-label)" in narrow
+    assert ".stack thead { display: none; }" in narrow
+
+
 def test_command_in_the_reason_can_be_copied() -> None:
     command = "mtp-train graft one --from two --out three"
     gate = GateVerdict(outcome="refused", baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
