@@ -64,6 +64,7 @@ class Record:
         content: A chat, a pair or a text.
         unread: The columns of the record that have a value and are no part of the content.
         task: The task of a suite's record; empty for a record of a run.
+        place: Its file, and its number there; empty where the source is one file, or is not read by file.
     """
 
     id: str
@@ -71,12 +72,13 @@ class Record:
     content: Content
     unread: tuple[str, ...] = ()
     task: str = ""
+    place: str = ""
 
     @property
     def where(self) -> str:
         """Name the record in an error message."""
         source, _, number = self.id.rpartition("#")
-        return f"{source}, record {number}"
+        return self.place or f"{source}, record {number}"
 
 
 def has_response(content: Content) -> bool:

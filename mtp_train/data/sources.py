@@ -88,8 +88,9 @@ KNOWN_COLUMNS = (
 Row = dict[str, Any]
 Given = TypeVar("Given")
 Found = TypeVar("Found")
-OwnedRow = tuple[Row, str | None]
-"""A row, and the first paragraph of the text file that it is from; None for rows of other kinds."""
+OwnedRow = tuple[Row, str | None, str]
+"""A row, the first paragraph of the text file that it is from (None for rows of other kinds), and the place of its
+record (:attr:`Record.place`)."""
 
 
 def load_records(
@@ -135,9 +136,9 @@ def load_records(
             f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
         )
     records = []
-    pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
-    for number, (row, opening), (content, others) in pairs:
-        where = f"{name}, record {number}"
+    found = read_each(rows, name, lambda owned, where: read_content(owned[0], chosen, owned[2] or where))
+    for number, (row, opening, place), (content, others) in found:
+        where = place or f"{name}, record {number}"
         if not group_field:
             # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
             group = content_group(content if opening is None else PlainText(opening))
@@ -145,7 +146,7 @@ def load_records(
             raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
         else:
             group = parse_text(str(row[group_field]), group_field, where)
-        records.append(Record(f"{name}#{number}", group, content, others))
+        records.append(Record(f"{name}#{number}", group, content, others, place=place))
     return records
 
 
@@ -160,7 +161,7 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    return [row for row, _ in _Source(path, name, files, config, split).read()[1]]
+    return [row for row, *_ in _Source(path, name, files, config, split).read()[1]]
 
 
 def read_each(
@@ -230,7 +231,7 @@ class _Source(NamedTuple):
 
     @contextmanager
     def _unreadable_is_named(self) -> Iterator[None]:
-        """Raise a DataError for a source that cannot be read; for JSON lines it names the faulty line."""
+        """Raise a DataError for a source that cannot be read; it names the file, and the line where it is known."""
         try:
             yield
         except UNREADABLE as error:
@@ -245,9 +246,9 @@ class _Source(NamedTuple):
                 raise DataError(
                     f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard."
                 ) from error
-            if isinstance(error, _BadLineError):
-                file, number, cause = error.args
-                name = f"{name if len(files) == 1 else file}, line {number}"
+            if isinstance(error, _BadPlaceError):
+                file, place, cause = error.args
+                name = f"{name if len(files) == 1 else file}{place}"
             raise DataError(
                 f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split "
                 "is `train`. Repair the file, or correct the split."
@@ -271,7 +272,7 @@ class _Source(NamedTuple):
         # Images are not decoded: it takes long, and their records are skipped.
         rows = iter(stream.decode(False) if stream.features else stream)
         first: Row = next(rows, {})
-        return list(first), ((row, None) for row in chain([first], rows))
+        return list(first), ((row, None, "") for row in chain([first], rows))
 
     def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
         """Return the files of each split if they are read here, else None.
@@ -301,16 +302,21 @@ class _Source(NamedTuple):
         """Return the column names and the rows of files that are read here, every row with all columns."""
 
         def every(name: str) -> list[OwnedRow]:
-            return [pair for file in by_split[name] for pair in _rows_of(file)]
+            files = by_split[name]
+            return [
+                (row, opening, f"{file}, record {number}" * (len(files) > 1))
+                for file in files
+                for number, (row, opening) in enumerate(_rows_of(file), start=1)
+            ]
 
         if self.split in by_split:
             rows = every(self.split)
         else:
             # A slice, or a split that does not exist.
             whole = {name: every(name) for name in by_split}
-            rows = [pair for name, part in _parts(self.split, whole) for pair in whole[name][part.start : part.stop]]
-        names = dict.fromkeys(name for row, _ in rows for name in row)
-        return list(names), ((dict.fromkeys(names) | row, file) for row, file in rows)
+            rows = [one for name, part in _parts(self.split, whole) for one in whole[name][part.start : part.stop]]
+        names = dict.fromkeys(name for row, *_ in rows for name in row)
+        return list(names), ((dict.fromkeys(names) | row, opening, place) for row, opening, place in rows)
 
 
 def is_saved(directory: Path) -> bool:
@@ -325,49 +331,69 @@ def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     return [(part.splitname, range(part.from_, part.to)) for part in parts]
 
 
-class _BadLineError(ValueError):
-    """Report a line that is no JSON object: the file, the line's number and the cause."""
+class _BadPlaceError(ValueError):
+    """Report what cannot be read: the file, the place in it, as ``, line 3``, and the cause."""
 
 
-def _rows_of(file: str) -> Iterator[OwnedRow]:
-    """Yield the rows of a file: of JSON lines, of one JSON document or of a CSV table, or the paragraphs of a text."""
+def _rows_of(file: str) -> Iterator[tuple[Row, str | None]]:
+    """Yield the rows of a file: of JSON lines, of one JSON document or of a CSV table, or the paragraphs of a text.
+
+    A row of a text comes with the file's first paragraph.
+    """
+    try:
+        yield from _parsed(file)
+    except _BadPlaceError:
+        raise
+    except UNREADABLE as error:
+        raise _BadPlaceError(file, "", error) from error
+
+
+def _parsed(file: str) -> Iterator[tuple[Row, str | None]]:
     if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
     # Bytes that are not UTF-8 are reported with their line, see require_utf8.
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape") as stream:
         kind = BUILDERS.get(_suffix(Path(file)))
         if kind == "csv":
-            yield from ((row, None) for row in _cells(stream))
+            yield from ((row, None) for row in _cells(stream, file))
         elif kind == "text":
             opening = ""
-            for text in _paragraphs(stream):
+            for text in _paragraphs(stream, file):
                 opening = opening or text
                 yield {"text": text}, opening
         else:
             yield from ((row, None) for row in _objects(stream, file))
 
 
-def _paragraphs(stream: TextIO) -> Iterator[str]:
+def _paragraphs(stream: TextIO, file: str) -> Iterator[str]:
     """Yield the paragraphs of a text, separated by blank lines. Reads in blocks."""
-    rest = ""
+    rest, line = "", 1
     while block := stream.read(TEXT_BLOCK_CHARS):
-        require_utf8(block)
+        try:
+            block.encode()
+        except UnicodeEncodeError as error:
+            line += block.count("\n", 0, error.start)
+            raise _BadPlaceError(file, f", line {line}", "not UTF-8") from error
+        line += block.count("\n")
         *whole, rest = (rest + block).split("\n\n")
         yield from (text for text in whole if text.strip("\n"))
     if rest.strip("\n"):
         yield rest
 
 
-def _cells(stream: TextIO) -> Iterator[Row]:
+def _cells(stream: TextIO, file: str) -> Iterator[Row]:
     """Yield the rows of a CSV table under the names of its first line; an empty cell is none."""
     # A document may be longer than the limit that the module starts with.
     csv.field_size_limit(TEXT_BLOCK_CHARS << 10)
     table = csv.DictReader(stream, strict=True)
-    for row in table:
-        if None in row or None in row.values():
-            raise ValueError(f"line {table.line_num}: more or fewer cells than the first line names")
-        require_utf8("".join(row.values()))
-        yield {name: cell or None for name, cell in row.items()}
+    try:
+        for row in table:
+            if None in row or None in row.values():
+                raise ValueError("more or fewer cells than the first line names")
+            require_utf8("".join(row.values()))
+            yield {name: cell or None for name, cell in row.items()}
+    except (ValueError, csv.Error) as error:
+        raise _BadPlaceError(file, f", line {table.reader.line_num}", error) from error
 
 
 def _objects(stream: TextIO, file: str) -> Iterator[Row]:
@@ -379,18 +405,18 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
             try:
                 row = parsed_json(line)
             except ValueError as error:
-                raise _BadLineError(file, number, error) from error
+                raise _BadPlaceError(file, f", line {number}", error) from error
             if not isinstance(row, dict):
-                raise _BadLineError(file, number, "no object")
+                raise _BadPlaceError(file, f", line {number}", "no object")
             yield row
         return
     try:
         value = parsed_json(first[1] + stream.read())
     except ValueError as error:
-        raise _BadLineError(file, first[0], error) if _suffix(Path(file)) == ".jsonl" else error from error
+        raise _BadPlaceError(file, f", line {first[0]}" * (_suffix(Path(file)) == ".jsonl"), error) from error
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
         if not isinstance(entry, dict):
-            raise ValueError(f"record {number} is not an object")
+            raise _BadPlaceError(file, f", record {number}", "no object")
         yield entry
 
 

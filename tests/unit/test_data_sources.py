@@ -125,7 +125,7 @@ def test_the_cells_of_a_table_stay_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("prompt,response\na,b\nc,d,e", "line 3: more or fewer cells"),
+        ("prompt,response\na,b\nc,d,e", "line 3: .*more or fewer cells"),
         ("prompt,response\na", "line 2"),
         ('prompt\n"a"b', "cannot be"),
     ],
@@ -363,3 +363,30 @@ def test_a_missing_group_is_refused(tmp_path: Path) -> None:
         load_records(path, group_field="file")
     with pytest.raises(DataError, match=r"record 2: module is missing; expected a value"):
         load_records(path, group_field="module")
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "a.jsonl": (b'{"text": "a"}\n\n{"text": 5}\n', "record 2: text is 5"),
+    "b.jsonl": (b'{"text": "a"}\n{"text"\n', "line 2: cannot be read (Expecting"),
+    "c.jsonl": (b'{"text": "a"}\n[1]\n', "line 2: cannot be read (no object)"),
+    "d.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', "line 2: cannot be read (not UTF-8)"),
+    "a.json": (b'[{"text": "a"}, 5]', "record 2: cannot be read (no object)"),
+    "a.csv": (b"text\na\n\xe9\n", "line 3: cannot be read (not UTF-8)"),
+    "b.csv": (b'text\na\n"b\n', "line 3: cannot be read (unexpected end of data)"),
+    "c.csv": (b'text,more\na,b\n"",c\n', "record 2: text is missing"),
+    "a.txt": (b"a\n\n\xe9\n", "line 3: cannot be read (not UTF-8)"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("place", ["{}", ".", "*"])
+def test_a_broken_record_is_named_by_its_file_and_its_place_there(name: str, place: str, tmp_path: Path) -> None:
+    content, expected = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    if place != "{}":
+        # A file before it in the directory has records of its own.
+        text = {".jsonl": '{"text": "x"}\n' * 3, ".json": '[{"text": "x"}]', ".csv": content.split(b"\n")[0].decode()}
+        (tmp_path / f"0{Path(name).suffix}").write_text(text.get(Path(name).suffix, "x\n\ny\n"))
+    with pytest.raises(DataError) as refused:
+        load_records(str(tmp_path / place.format(name)))
+    assert str(refused.value).startswith(f"{tmp_path / name}, {expected}")
