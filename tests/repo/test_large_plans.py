@@ -14,7 +14,6 @@ from scripts.what_fits import PAGE, SHAPES, STEP_TOKENS, cell, planned, table
 SERVER = "http://localhost:8000/v1"
 SERVED = {"train.states": {"endpoint": SERVER}}
 TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3.5-9B, here": ("Qwen3.5-9B", {}),
     "Qwen3-235B-A22B, here": ("Qwen3-235B-A22B", {}),
     "Qwen3-235B-A22B, served": ("Qwen3-235B-A22B", SERVED),
     "GLM-4.6 in FP8, served": ("GLM-4.6-FP8", SERVED),
@@ -52,6 +51,7 @@ def test_the_page_has_the_plans_of_large_trunks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_page_has_what_fits(tmp_path: Path) -> None:
     assert table() in PAGE.read_text(encoding="utf-8"), "python scripts/what_fits.py --write"
     assert cell(planned(tmp_path, "Qwen3-32B", 1, "24GiB", {})) != "yes", "the control"
