@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from mtp_train.cli.main import build_parser
 from mtp_train.families import FAMILIES, of_kind
 from mtp_train.families.kinds.assistant import GEMMA4
 from mtp_train.recipe.loading import load_recipe
-from repository import RECIPES, REPOSITORY
+from repository import RECIPES, REPOSITORY, shell_commands
 from scripts.commands_page import page
 from scripts.support_table import table, witnessed
 
@@ -27,15 +26,6 @@ PAGES = sorted(
 
 def named(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
-
-
-def shell_commands(text: str) -> Iterator[list[str]]:
-    """Yield the commands of a page's code blocks as words, continued lines joined, comments dropped."""
-    for block in re.findall(r"```(?:bash|console)\n(.*?)```", text, flags=re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words:
-                yield words
 
 
 def overrides(words: list[str]) -> list[str]:
