@@ -70,7 +70,7 @@ def regenerate(
     answering: Answering,
     *,
     batch_size: int,
-    on_batch: Callable[[int, int], object] = lambda done, total: None,
+    on_batch: Callable[[int, int, int, int], object] = lambda done, total, answered, tokens: None,
 ) -> int:
     """Generate responses to prompts with the trunk and store them; prompts with a stored response are skipped.
 
@@ -80,7 +80,8 @@ def regenerate(
     Args:
         prompts: The prompts of all processes, in any order.
         batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
-        on_batch: Called with the number of batches done and the number in all, of this process.
+        on_batch: Called with the number of prompts done and in all, of this process, and with the number of those that
+            were answered now and of the tokens of their responses.
 
     Returns:
         The number of prompts that this process answered now.
@@ -88,15 +89,18 @@ def regenerate(
     fitting = fitting_prompts(prompts, answering.seq_len_tokens)
     stored = {row.id for row in store}
     own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[store.rank :: store.world]
-    generated = 0
-    for number, batch in enumerate(own_batches, start=1):
+    total, done, generated, tokens = sum(map(len, own_batches)), 0, 0, 0
+    for batch in own_batches:
         missing = [prompt for prompt in batch if prompt.id not in stored]
         if missing:
             responses = generate_fn([answering.request(prompt) for prompt in batch])
             rows = [answering.row(prompt, ids) for prompt, ids in zip(batch, responses, strict=True)]
-            store.append([row for row in rows if row.id not in stored])
-            generated += len(missing)
-        on_batch(number, len(own_batches))
+            new = [row for row in rows if row.id not in stored]
+            store.append(new)
+            generated += len(new)
+            tokens += sum(len(row.response_ids) for row in new)
+        done += len(batch)
+        on_batch(done, total, generated, tokens)
     return generated
 
 

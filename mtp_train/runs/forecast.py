@@ -23,6 +23,8 @@ SETTLED_SECONDS = 5.0
 """A stage's own rate counts after so many seconds of it."""
 MOVED = 1.25
 """A forecast that moves by this factor is printed again."""
+LONG = 0.7
+"""Texts of this part of their limit on average may be longer without it."""
 CPU_ROWS = 16
 """A CPU takes twice as long for a round of so many more rows; a GPU takes as long as for one row."""
 
@@ -39,6 +41,7 @@ class Stage:
     """Units of further work for each token of a text."""
     most_tokens: int = 0
     """Limit of a text."""
+    texts: int = 1
 
 
 class Forecast:
@@ -61,7 +64,7 @@ class Forecast:
         self._forget()
 
     def _forget(self) -> None:
-        self._said, self._tokens, self._ended = 0.0, 0, 0
+        self._said = 0.0
         self._left: float | None = None
         self._first: tuple[float, float] | None = None
 
@@ -73,22 +76,22 @@ class Forecast:
             self._forget()
             self._tell()
 
-    def update(self, done: float, total: float) -> None:
-        """Take the units that the stage has done. The time before the first call is not in its rate."""
-        now, self._left = self._clock(), total - done
+    def update(self, done: float, left: float) -> None:
+        """Take the units that the stage has done, and those left. The time before the first call is not in its rate."""
+        now, self._left = self._clock(), left
         self._first = self._first or (now, done)
         seconds, units = now - self._first[0], done - self._first[1]
         if self.number >= 0 and units and seconds >= SETTLED_SECONDS:
             self.rates[self.stages[self.number].rate] = seconds / units
             self._tell()
 
-    def wrote(self, tokens: int, *, ended: bool, texts: float, units: float) -> None:
-        """Take tokens of one of so many texts of the stage, and whether they ended it; ``units``: of a token."""
-        self._tokens += tokens
-        self._ended += ended
-        self.text_tokens = self._tokens / self._ended if self._ended else math.inf
-        length = min(self.text_tokens, *(stage.most_tokens for stage in self.stages[self.number :][:1]))
-        self.update(units * self._tokens, units * texts * length)
+    def wrote(self, tokens: int, texts: int, left: int, processes: int) -> None:
+        """Take the tokens of all texts that a process has written in this stage, and the number of texts left to it."""
+        if self.number >= 0:
+            stage, mean = self.stages[self.number], tokens / texts
+            self.text_tokens = mean if mean < LONG * stage.most_tokens else math.inf
+            unit = processes * stage.per_token / stage.texts
+            self.update(unit * tokens, unit * mean * left)
 
     def _tell(self) -> None:
         """Print the time of all stages, besides those of an unknown rate, unless it is near the time printed last."""
@@ -131,9 +134,9 @@ def stages_of(recipe: Recipe, trunk: Checkpoint, device: str) -> list[Stage]:
     found = [Stage("training", "training", training_units(recipe))]
     if answered is not None:
         rows = answered.batch_size or MAX_BATCH
-        texts = (answered.max_prompts or 0) * round_units(rows, device) / rows
-        rate = "decoding" if answered.endpoint is None else "serving"
-        found.insert(0, Stage("answering", rate, 0.0, texts, answered.max_new_tokens))
+        texts, unit = answered.max_prompts or 1, round_units(rows, device) / rows
+        by_decoder = Stage("answering", "decoding", 0.0, texts * unit, answered.max_new_tokens, texts)
+        found.insert(0, Stage("answering", "serving", texts) if answered.endpoint else by_decoder)
     if recipe.gate.enabled:
         lanes = len(asked.arms) * len(run_settings(recipe, trunk))
         timed = lanes * SPEED_PROMPTS * SPEED_PASSES * SPEED_TOKENS * round_units(1, device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mtp_inference import Request, Sampling, SpeculativeDecoder
+from mtp_inference import Sampling, SpeculativeDecoder
 from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, missing_prompts, regenerate
 from mtp_train.answers.served import Judge, regenerate_served
@@ -32,7 +32,6 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.sections import RegenerateSpec
-from mtp_train.runs.forecast import round_units
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
@@ -78,10 +77,12 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     task = progress.add_task("regenerating responses", total=None)
     run.forecast.begin("answering")
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(done: int, total: int, answered: int = 0, tokens: int = 0) -> None:
         progress.update(task, completed=done, total=total)
         if settings.endpoint is not None:
-            run.forecast.update(done, total)
+            run.forecast.update(done, total - done)
+        elif answered:
+            run.forecast.wrote(tokens, answered, total - done, accelerator.num_processes)
 
     answering = Answering(
         max_new_tokens=settings.max_new_tokens,
@@ -112,7 +113,7 @@ def _answered_by_server(
     settings: RegenerateSpec,
     store: RegeneratedStore,
     answering: Answering,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[..., None],
     *,
     is_shared: bool,
 ) -> str:
@@ -157,34 +158,22 @@ def answer_by_decoder(
     store: RegeneratedStore,
     answering: Answering,
     batch_size: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[..., None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
     prompts = [prompt for prompt in run.inputs.text.prompts if prompt.id not in copied]
-    missing = len({prompt.id for prompt in prompts} - {row.id for row in store})
-    if not missing:
+    if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
     decoder = SpeculativeDecoder(
         run.decoding_trunk(answering_dtype(run)), None, 0, answering.eos_ids, max_batch=batch_size
     )
-    unit = round_units(batch_size, run.accelerator.device.type) / batch_size
     run.forecast.update(0.0, math.inf)
-
-    def generate(requests: list[Request]) -> list[Sequence[int]]:
-        found: dict[int, Sequence[int]] = {}
-        for chunk in decoder.stream(requests):
-            ended = chunk.result is not None and chunk.result.finish_reason == "stop"
-            run.forecast.wrote(len(chunk.token_ids), ended=ended, texts=missing / store.world, units=unit * store.world)
-            if chunk.result is not None:
-                found[chunk.index] = chunk.result.token_ids
-        return [found[index] for index in sorted(found)]
-
     regenerate(
         prompts,
         store,
-        generate,
+        lambda requests: [result.token_ids for result in decoder.generate(requests)],
         answering,
         batch_size=batch_size,
         on_batch=on_progress,
@@ -237,7 +226,7 @@ def answer_by_server(
     settings: RegenerateSpec,
     store: RegeneratedStore,
     answering: Answering,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[..., None],
     judge: Judge,
 ) -> str:
     """Generate the responses to this process's prompts on the recipe's server.

@@ -135,11 +135,11 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)
     run.forecast.begin("training")
-    units = training_units(recipe)
+    units = training_units(recipe) / run.plan.max_steps
 
     def on_step(done: int) -> None:
         progress.update(task, completed=done)
-        run.forecast.update(done / run.plan.max_steps * units, units)
+        run.forecast.update(units * done, units * (run.plan.max_steps - done))
 
     try:
         weights = train_head(

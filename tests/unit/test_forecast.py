@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 from rich.console import Console
 
+from mtp_train.answers.generate import PROMPTS_PER_ROW
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.forecast import Forecast, Stage, duration, round_units, stages_of, training_units
+from mtp_train.runs.forecast import Forecast, Stage, duration, stages_of, training_units
 
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -38,30 +39,26 @@ class Machine:
         return self.file.getvalue().splitlines()
 
 
-def lengths(mean: int, limit: int) -> Iterator[tuple[int, bool]]:
-    """Yield lengths of texts, and whether each ended before its limit."""
+def lengths(mean: int, limit: int) -> Iterator[int]:
     drawn = random.Random(0)
     while True:
-        own = 1 + round(drawn.expovariate(1 / mean))
-        yield min(own, limit), own < limit
+        yield min(1 + round(drawn.expovariate(1 / mean)), limit)
 
 
-def answer(machine: Machine, forecast: Forecast, recipe: Recipe, device: str, mean: int) -> None:
+def answer(machine: Machine, forecast: Forecast, recipe: Recipe, mean: int) -> None:
     spec = recipe.data.regenerate
     assert spec is not None
     forecast.begin("answering")
-    rows, texts = spec.batch_size or MAX_BATCH, spec.max_prompts or 0
-    drawn, left = lengths(mean, spec.max_new_tokens), texts
-    waiting: list[tuple[int, bool]] = []
+    rows, left = spec.batch_size or MAX_BATCH, spec.max_prompts or 0
+    drawn, answered, tokens = lengths(mean, spec.max_new_tokens), 0, 0
     forecast.update(0.0, math.inf)
-    while left or waiting:
-        while left and len(waiting) < rows:
-            waiting.append(next(drawn))
-            left -= 1
-        machine.decode(len(waiting))
-        for tokens, ends in waiting:
-            forecast.wrote(1, ended=ends and tokens == 1, texts=texts, units=round_units(rows, device) / rows)
-        waiting = [(tokens - 1, ends) for tokens, ends in waiting if tokens > 1]
+    while left:
+        batch = sorted(next(drawn) for _ in range(min(left, PROMPTS_PER_ROW * rows)))
+        left, answered, tokens = left - len(batch), answered + len(batch), tokens + sum(batch)
+        # A row whose text ends takes the next one.
+        for number in range(math.ceil(sum(batch) / rows)):
+            machine.decode(min(rows, sum(batch) - number * rows))
+        forecast.wrote(tokens, answered, left, 1)
 
 
 def train(machine: Machine, forecast: Forecast, recipe: Recipe) -> None:
@@ -71,7 +68,8 @@ def train(machine: Machine, forecast: Forecast, recipe: Recipe) -> None:
     units = training_units(recipe)
     for step in range(1, recipe.train.max_steps + 1):
         machine.now += recipe.train.tokens_per_step / machine.speed
-        forecast.update(step / recipe.train.max_steps * units, units)
+        done = step / recipe.train.max_steps
+        forecast.update(done * units, (1.0 - done) * units)
 
 
 def measure(machine: Machine, forecast: Forecast, recipe: Recipe, mean: int) -> None:
@@ -79,7 +77,7 @@ def measure(machine: Machine, forecast: Forecast, recipe: Recipe, mean: int) -> 
     drawn = lengths(mean, recipe.evaluate.max_new_tokens)
     for _ in recipe.evaluate.arms:
         for _ in range(math.ceil(recipe.evaluate.prompts / MAX_BATCH)):
-            for _ in range(max(next(drawn)[0] for _ in range(MAX_BATCH))):
+            for _ in range(max(next(drawn) for _ in range(MAX_BATCH))):
                 machine.decode(MAX_BATCH)
         for _ in range(8 * 3 * 16):
             machine.decode(1)
@@ -105,7 +103,7 @@ def test_a_run_is_forecast_within_a_factor_of_two(device: str, speeds: Sequence[
     forecast = Forecast(
         stages_of(recipe, open_location(recipe.model.trunk), device), Console(file=machine.file, width=200), machine
     )
-    answer(machine, forecast, recipe, device, mean)
+    answer(machine, forecast, recipe, mean)
     before = len(machine.said)
     assert not totals(machine.said), "the speed of training is not known"
     train(machine, forecast, recipe)
@@ -125,7 +123,7 @@ def test_a_forecast_is_corrected_as_it_goes_and_not_at_every_step() -> None:
     forecast.begin("training")
     for done in range(61):
         machine.now += 1.0 if done < 30 else 5.0
-        forecast.update(float(done), 60.0)
+        forecast.update(done, 60.0 - done)
     found = totals(machine.said)
     assert found[0] == 61.0, "a second passed before the first step; five are enough for a rate"
     assert 120.0 <= found[-1] <= machine.now == 185.0
@@ -142,7 +140,7 @@ def test_a_rescue_counts_the_stages_of_its_probe_and_begins_with_its_rates() -> 
         forecast.begin(name)
         for done in range(units + 1):
             machine.now += 1.0
-            forecast.update(float(done), float(units))
+            forecast.update(done, units - done)
     # The training of the probe was needed and is done; an earlier start had made these answers.
     forecast.begin("training")
     assert machine.said == [
