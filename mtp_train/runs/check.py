@@ -246,19 +246,16 @@ class CheckResult(Shown):
     """The most bytes that the run adds to the disk, besides regenerated answers."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
-    rewired: str | None
-    """The engines among these that wire the head otherwise than it is trained; None if none does."""
     kinds: Mapping[str, tuple[str, ...]]
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
-    kernels: str | None
-    """A sentence on a package of kernels that the device would use and that is not installed here."""
     states_command: str | None
     """The command that serves the trunk's hidden states; None for a recipe that computes them."""
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
     notes: tuple[str, ...]
-    """What of the records is not in their text, in words."""
+    """What of the records is not in their text, which kernels are not installed here that the device would use, and
+    which engines wire the head otherwise than it is trained; in words."""
     shown: str | None
     """Some of the records as the model reads them; None if the data was not read."""
     choices: tuple[Choice, ...]
@@ -290,7 +287,6 @@ class CheckResult(Shown):
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
-            "kernels": self.kernels,
             "states_command": self.states_command,
             "data": self.data,
             "notes": list(self.notes),
@@ -300,7 +296,6 @@ class CheckResult(Shown):
             "device_bytes": self.room.device.memory_bytes,
             "disk_bytes": self.disk_bytes,
             "serves": dict(self.serves),
-            "rewired": self.rewired,
             "kinds": {kind: list(engines) for kind, engines in self.kinds.items()},
         }
 
@@ -314,7 +309,7 @@ class CheckResult(Shown):
             yield "does not fit", problem
             yield "fits with", "one of these, added to this command" if self.fitting else "larger devices only"
             yield from ((f"  {needs}", arguments) for arguments, needs in self.fitting.items())
-        yield from (("attention", note) for note in (*self.notes, self.kernels, self.rewired) if note)
+        yield from (("attention", note) for note in self.notes)
         if not recipe.gate.enabled:
             yield "attention", "the gate is off: the head is not measured, and is exported unjudged"
         yield "trains", self._subject()
@@ -483,6 +478,8 @@ def _checked(
     tokenizer = _tokenizer(recipe, path, raw)
     text = None if tokenizer is None else gather_text(recipe, tokenizer, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
+    notes = [*(() if text is None else text.notes), missing_kernels(family.trunk.recurrent, machine.kind)]
+    notes.append(wiring_note(head_family, recipe.head.convention, serves))
     return CheckResult(
         recipe=recipe,
         precision_reason=reason,
@@ -490,12 +487,10 @@ def _checked(
         room=room,
         disk_bytes=disk_bytes(recipe, room.memory, num_tokens, shapes.trunk.state_width),
         serves=serves,
-        rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds_served(family) if recipe.head.is_new else {},
-        kernels=missing_kernels(family.trunk.recurrent, machine.kind),
         states_command=_states_command(recipe, model),
         data=None if text is None else _described(recipe, text),
-        notes=() if text is None else tuple(text.notes),
+        notes=tuple(filter(None, notes)),
         shown=None if text is None else text.shown(tokenizer),
         choices=choices,
         fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine, *given)),

@@ -158,7 +158,7 @@ def test_a_plan_for_a_gpu_names_kernels_that_are_missing(
 ) -> None:
     monkeypatch.setattr(check_module, "missing_kernels", lambda rule, kind: f"{rule.rule} on {kind}")
     found = planned(recipe, 1)
-    assert found.to_json()["kernels"] == "gated_delta on cuda"
+    assert found.to_json()["notes"] == ["gated_delta on cuda"]
     assert str(found).startswith("attention: gated_delta on cuda\n")
     monkeypatch.setattr(check_module, "missing_kernels", lambda *_: None)
     assert "attention: " not in str(planned(recipe, 1))
