@@ -269,7 +269,8 @@ def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None
     if recipe.gate.enabled and trunk is not None:
         prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
         seconds = check_decoder(trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
-        run.forecast.rates["decoding"] = seconds / round_units(CHECK_PROMPTS, run.accelerator.device.type)
+        units = round_units(CHECK_PROMPTS, run.accelerator.device.type) * run.accelerator.num_processes
+        run.forecast.rates["decoding"] = seconds / units
     del trunk
     run.attempt.stage = "data"
     documents = data_stage(run)

@@ -169,7 +169,7 @@ def probe(
 ) -> ProbeResult:
     """Find out whether retraining a fine-tune's head will help, from a few dozen answers and a short training.
 
-    The same call goes on with a probe that was interrupted.
+    The same call goes on with a probe that was interrupted. Processes that ``accelerate launch`` starts share the work.
 
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
@@ -388,6 +388,7 @@ def rescue(
 
     A :func:`probe` goes first, unless it was made before, or ``overrides`` sets ``train.max_steps``. If the base's head
     is good enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
+    Processes that ``accelerate launch`` starts share the work.
 
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id, ``demo:NAME``, or a GGUF file.
