@@ -10,7 +10,7 @@ Documents never attend to each other and are never split. They are packed by bes
 Truncations Improve Language Modeling" (arXiv:2404.10830), but within pools of shuffled documents, so that every epoch
 packs them differently. All results depend on the arguments alone: a resumed run gets the batches of an unbroken one.
 
-Shapes: B rows, T tokens, K depths, N documents.
+Shapes: B rows, T tokens, K depths, N documents, P start rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
-from mtp_train.heads.alignment import PADDING_DOCUMENT, valid_targets
+from mtp_train.heads.alignment import PADDING_DOCUMENT, valid_depths
 
 POOLED_DOCUMENTS = 4096
 """Documents that are packed together. Pools keep the time linear in the number of documents; larger ones leave less
@@ -47,6 +47,8 @@ class PackedSequence:
         document_T: int64 document number within the row, ``PADDING_DOCUMENT`` on padding.
         loss_mask_T: bool, whether the token may be a target.
         members: Indices of the row's documents among all packed documents, in the row's order.
+        starts_P: int64, ascending: the start rows whose drafts count in the loss, after as many -1 as there are too
+            few; None for all.
     """
 
     input_ids_T: NDArray[np.int64]
@@ -54,6 +56,7 @@ class PackedSequence:
     document_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
     members: tuple[int, ...]
+    starts_P: NDArray[np.int64] | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -79,18 +82,49 @@ def pack_documents(
 
 def count_targets(sequence: PackedSequence, num_depths: int) -> tuple[int, ...]:
     """Return, for each of K depths, the number of rows with a valid target (``heads.alignment``)."""
-    document_BT = torch.from_numpy(sequence.document_T)[None]
-    loss_mask_BT = torch.from_numpy(sequence.loss_mask_T)[None]
-    return tuple(int(valid_targets(document_BT, loss_mask_BT, depth).sum()) for depth in range(1, num_depths + 1))
+    return tuple(int(one_1P.sum()) for one_1P in _valid(sequence, num_depths))
+
+
+def _valid(sequence: PackedSequence, num_depths: int) -> list[Tensor]:
+    document_1T = torch.from_numpy(sequence.document_T)[None]
+    loss_mask_1T = torch.from_numpy(sequence.loss_mask_T)[None]
+    starts_1P = None if sequence.starts_P is None else torch.from_numpy(sequence.starts_P)[None]
+    return valid_depths(document_1T, loss_mask_1T, num_depths, starts_1P)
+
+
+def with_starts(sequence: PackedSequence, num_starts: int, num_depths: int, seed: int, index: int) -> PackedSequence:
+    """Return a sequence in which the drafts of some start rows count alone, of those with a target at any depth.
+
+    They are one of each ``num_starts`` equal stretches of these rows, and every row is chosen with the same
+    probability: every n-th one, from a random first one on.
+
+    Args:
+        index: The number of the sequence over all epochs.
+    """
+    (rows_N,) = torch.stack(_valid(sequence, num_depths)).any(0)[0].numpy().nonzero()
+    if len(rows_N) > num_starts:
+        first = int(_generator(seed, f"starts:{index}").integers(len(rows_N)))
+        rows_N = rows_N[(np.arange(num_starts) * len(rows_N) + first) // num_starts]
+    return replace(sequence, starts_P=np.pad(rows_N, (num_starts - len(rows_N), 0), constant_values=-1))
 
 
 def global_batches(
-    documents: Sequence[Document], *, seq_len_tokens: int, pack: bool, sequences_per_step: int, seed: int
+    documents: Sequence[Document],
+    *,
+    seq_len_tokens: int,
+    pack: bool,
+    sequences_per_step: int,
+    seed: int,
+    num_depths: int = 1,
+    num_starts: int | None = None,
 ) -> Callable[[int], list[PackedSequence]]:
     """Return a function from a step (counted from 0) to its sequences, over all processes.
 
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
+
+    Args:
+        num_starts: The number of start rows that count in each sequence, see :func:`with_starts`; None for all.
     """
     lengths_N, starts = token_counts(documents), [0]
 
@@ -113,7 +147,10 @@ def global_batches(
         # States may be fetched ahead in another thread.
         with lock:
             groups = [members(index) for index in range(first, first + sequences_per_step)]
-        return [one_row(documents, group, seq_len_tokens) for group in groups]
+        rows = [one_row(documents, group, seq_len_tokens) for group in groups]
+        if num_starts is None:
+            return rows
+        return [with_starts(row, num_starts, num_depths, seed, index) for index, row in enumerate(rows, start=first)]
 
     return batch
 
@@ -175,7 +212,7 @@ def _best_fit(pool_N: NDArray[np.int64], lengths_N: NDArray[np.int64], seq_len_t
     return groups
 
 
-def _generator(seed: int, epoch: int) -> np.random.Generator:
+def _generator(seed: int, epoch: int | str) -> np.random.Generator:
     digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 

@@ -13,7 +13,7 @@ E`` (t = 0..4)::
 A dot marks a depth without a target. The trunk's own prediction of the same target is at row t+k ("target row"): its
 hidden state after token t+k gives p of token t+k+1.
 
-Shapes: B rows, T tokens, K depths, Q query rows, S key rows.
+Shapes: B rows, T tokens, K depths, Q query rows, S key rows, P start rows of each row.
 """
 
 from __future__ import annotations
@@ -55,6 +55,28 @@ def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tens
     return same_document_BT & wanted_BT & (document_BT != PADDING_DOCUMENT)
 
 
+def valid_depths(
+    document_BT: Tensor, loss_mask_BT: Tensor, num_depths: int, starts_BP: Tensor | None = None
+) -> list[Tensor]:
+    """Return :func:`valid_targets` of every depth at some start rows: K tensors (B, P).
+
+    Args:
+        starts_BP: int, the start rows, -1 for none; None for all.
+    """
+    valid = [valid_targets(document_BT, loss_mask_BT, depth) for depth in range(1, num_depths + 1)]
+    if starts_BP is None:
+        return valid
+    return [at_starts(one_BT, starts_BP.clamp(min=0)) & (starts_BP >= 0) for one_BT in valid]
+
+
+def at_starts(values_BT: Tensor, starts_BP: Tensor | None) -> Tensor:
+    """Return the values of some start rows, (B, P, ...); all of (B, T, ...) for None."""
+    if starts_BP is None:
+        return values_BT
+    index_BP = starts_BP.reshape(*starts_BP.shape, *[1] * (values_BT.ndim - 2))
+    return values_BT.gather(1, index_BP.expand(*starts_BP.shape, *values_BT.shape[2:]))
+
+
 class UnrollMask(NamedTuple):
     """The attention mask of one depth of a recursive unroll, equal to what decoding computes.
 
@@ -69,41 +91,52 @@ class UnrollMask(NamedTuple):
     """1-based depth of the queries; row t has position t + depth - 1."""
     sliding_window: int | None = None
     """How many positions a query attends to, its own included; None for all."""
+    starts_BP: Tensor | None = None
+    """int, ascending in each row: the start row of each query; None if every row is one."""
 
-    def first_key(self, start: int) -> int:
-        """Return the first depth-1 row to which a query at start row ``start`` or later attends, in any row."""
-        numbers_BT = self.document_BT
-        first = int((numbers_BT == numbers_BT[:, start, None]).any(0).int().argmax())
-        if self.sliding_window is None:
-            return first
-        return min(start, max(first, start + self.depth - self.sliding_window))
+    @property
+    def num_queries(self) -> int:
+        return (self.document_BT if self.starts_BP is None else self.starts_BP).shape[1]
 
-    def of(self, start: int, end: int, first: int = 0) -> Tensor:
-        """Return the mask of the queries of some start rows.
+    def _starts(self, start: int, end: int) -> Tensor:
+        """Return the start rows of some queries, (B, Q)."""
+        if self.starts_BP is not None:
+            return self.starts_BP[:, start:end]
+        return torch.arange(start, end, device=self.document_BT.device).expand(len(self.document_BT), -1)
+
+    def keys_of(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first depth-1 row to which a query from ``start`` up to ``end`` attends, and the last one + 1."""
+        numbers_BT, starts_BQ = self.document_BT, self._starts(start, end)
+        first = int((numbers_BT == numbers_BT.gather(1, starts_BQ[:, :1])).any(0).int().argmax())
+        if self.sliding_window is not None:
+            least = int(starts_BQ.min())
+            first = min(least, max(first, least + self.depth - self.sliding_window))
+        return first, int(starts_BQ.max()) + 1
+
+    def of(self, start: int, end: int, first: int, last: int) -> Tensor:
+        """Return the mask of some queries.
 
         Args:
-            start, end: The start rows are those from ``start`` up to ``end``, exclusive.
-            first: The first depth-1 row among the keys; the last is ``end - 1``.
+            start, end: The queries are those from ``start`` up to ``end``, exclusive.
+            first, last: The depth-1 rows among the keys, ``last`` exclusive.
 
         Returns:
             bool, shape (B, Q, S), True where a query attends to a key. The keys are the depth-1 rows, and for each
             later depth the rows of the queries.
         """
-        device = self.document_BT.device
-        rows_Q1, rows_S = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
-        seen_QS = rows_S <= rows_Q1
+        device, starts_BQ = self.document_BT.device, self._starts(start, end)
+        rows_S, number_BQ = torch.arange(first, last, device=device), self.document_BT.gather(1, starts_BQ)
+        prefix_BQS = (number_BQ[:, :, None] == self.document_BT[:, None, first:last]) & (rows_S <= starts_BQ[..., None])
         own_QQ = torch.eye(end - start, dtype=torch.bool, device=device)
         own = [own_QQ] * (self.depth - 1)
         if self.sliding_window is not None:
-            seen_QS &= rows_S >= rows_Q1 + (self.depth - self.sliding_window)
+            prefix_BQS &= rows_S >= starts_BQ[..., None] + (self.depth - self.sliding_window)
             own = [own_QQ & (self.depth - earlier < self.sliding_window) for earlier in range(2, self.depth + 1)]
-        number_BQ, number_BS = self.document_BT[:, start:end], self.document_BT[:, first:end]
-        prefix_BQS = (number_BQ[:, :, None] == number_BS[:, None]) & seen_QS
         return torch.cat([prefix_BQS, *(one.expand(len(prefix_BQS), -1, -1) for one in own)], dim=-1)
 
     def whole(self) -> Tensor:
-        """Return the mask of all queries: bool, shape (B, T, depth * T)."""
-        return self.of(0, self.document_BT.shape[1])
+        """Return the mask of all queries: bool, shape (B, Q, T + (depth - 1) * Q)."""
+        return self.of(0, self.num_queries, 0, self.document_BT.shape[1])
 
 
 def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:

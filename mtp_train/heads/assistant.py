@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.families import Convention, Family
-from mtp_train.heads.alignment import UnrollMask, input_tokens
+from mtp_train.heads.alignment import UnrollMask, at_starts, input_tokens
 from mtp_train.heads.attention import HEAD_ATTENTION, without_cudnn_attention
 from mtp_train.heads.head import Head
 from mtp_train.heads.step import StepOutput
@@ -128,15 +128,17 @@ class AssistantHead(Head):
         document_BT: Tensor,
         apart: bool = False,
         recompute: bool = False,
+        starts_BP: Tensor | None = None,
     ) -> list[Tensor]:
         """See :meth:`mtp_train.heads.head.Head.unroll`; ``apart`` has no effect, as no depth attends to another."""
         hidden_BTD, keys = self._split(hidden_BTE.detach())
         windows = {"full_attention": None, "sliding_attention": self.config.sliding_window}
-        masks = {kind: UnrollMask(document_BT, 1, widened(window)) for kind, window in windows.items()}
-        run = partial(self.step, keys=keys, masks=masks, positions_BT=positions_BT)
+        masks = {kind: UnrollMask(document_BT, 1, widened(window), starts_BP) for kind, window in windows.items()}
+        run = partial(self.step, keys=keys, masks=masks, positions_BT=at_starts(positions_BT, starts_BP))
+        hidden_BTD = at_starts(hidden_BTD, starts_BP)
         states = []
         for depth in range(1, num_depths + 1):
-            inputs = hidden_BTD, embed(input_tokens(tokens_BT, depth)).detach()
+            inputs = hidden_BTD, embed(at_starts(input_tokens(tokens_BT, depth), starts_BP)).detach()
             state_BTA, hidden_BTD = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
             states.append(state_BTA)
         return states

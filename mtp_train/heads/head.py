@@ -1,6 +1,6 @@
 """What training, teacher-forced metrics and drafters use of a head of any kind.
 
-Shapes: B rows, T tokens, D the trunk's hidden size, A the width of the head's states, V vocabulary.
+Shapes: B rows, T tokens, P start rows, D the trunk's hidden size, A the width of the head's states, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Head(nn.Module):
         document_BT: Tensor,
         apart: bool = False,
         recompute: bool = False,
+        starts_BP: Tensor | None = None,
     ) -> list[Tensor]:
-        """Draft ``num_depths`` tokens from every row at once, as decoding does; tokens are teacher-forced.
+        """Draft ``num_depths`` tokens from many rows at once, as decoding does; tokens are teacher-forced.
 
         Args:
             hidden_BTD: The trunk's states that the head reads, see ``Ends.head_input``.
@@ -52,9 +53,10 @@ class Head(nn.Module):
             document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
             apart: Independent depths, in heads that can do so; see :func:`mtp_train.heads.step.unroll`.
             recompute: Recompute the activations of each depth in the backward pass.
+            starts_BP: int, ascending: the P start rows to draft from in each row; None for all T.
 
         Returns:
-            K tensors (B, T, A): the state for the logits of depth k at each start row.
+            K tensors (B, P, A): the state for the logits of depth k at each start row.
         """
 
     @abstractmethod

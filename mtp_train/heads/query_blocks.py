@@ -37,22 +37,23 @@ class _Block(NamedTuple):
     start: int
     end: int
     first: int
-    """The first of the depth-1 keys; the last is ``end - 1``."""
+    """The first of the depth-1 keys."""
+    last: int
+    """The last of them + 1."""
     mask: UnrollMask
     """Of the block's rows."""
 
     def seen(self) -> Tensor:
         """Return the block's mask, (R, 1, Q, S)."""
-        return self.mask.of(self.start, self.end, self.first)[:, None]
+        return self.mask.of(self.start, self.end, self.first, self.last)[:, None]
 
     def queries(self, whole_BHTW: Tensor) -> Tensor:
         return whole_BHTW[self.rows, :, self.start : self.end]
 
     def parts(self, whole_BJSW: Tensor) -> list[Tensor]:
         """Return views of the block's keys, one for each depth."""
-        num_tokens = self.mask.document_BT.shape[1]
-        later = range(num_tokens, whole_BJSW.shape[2], num_tokens)
-        spans = [(self.first, self.end), *((own + self.start, own + self.end) for own in later)]
+        later = range(self.mask.document_BT.shape[1], whole_BJSW.shape[2], self.mask.num_queries)
+        spans = [(self.first, self.last), *((own + self.start, own + self.end) for own in later)]
         return [whole_BJSW[self.rows, :, first:end] for first, end in spans]
 
     def keys(self, whole_BJSW: Tensor) -> Tensor:
@@ -74,26 +75,28 @@ def attend_in_blocks(
     sinks: Tensor | None,
     plain: float | None,
 ) -> Tensor:
-    """Attend from every row of an unroll. Shape (B, T, H, W).
+    """Attend from the queries of an unroll. Shape (B, Q, H, W).
 
     Args:
-        key, value: Those of every depth's rows, one depth after the other.
+        key, value: Those of the depth-1 rows, then those of each later depth's queries.
         plain: The scaling of attention that a kernel computes; None if only ``attend`` does.
     """
-    device, (num_rows, _, num_tokens, _) = query.device.type, query.shape
-    on_cpu = device == "cpu"
-    if num_tokens <= (BLOCK_QUERIES if on_cpu else WHOLE_TOKENS):
+    device, (num_rows, _, num_queries, _) = query.device.type, query.shape
+    on_cpu, num_tokens = device == "cpu", mask.document_BT.shape[1]
+    if num_queries <= BLOCK_QUERIES if on_cpu else num_tokens <= WHOLE_TOKENS:
         return attend(query, key, value, mask.whole()[:, None], sinks)
     if torch.is_autocast_enabled(device):
         query, key, value = (one.to(torch.get_autocast_dtype(device)) for one in (query, key, value))
     size = BLOCK_QUERIES if on_cpu else DEVICE_QUERIES
     blocks = []
     for rows in [slice(row, row + 1) for row in range(num_rows)] if on_cpu else [slice(None)]:
-        own = mask._replace(document_BT=mask.document_BT[rows])
-        for start in range(0, num_tokens, size):
+        starts_BP = None if mask.starts_BP is None else mask.starts_BP[rows]
+        own = mask._replace(document_BT=mask.document_BT[rows], starts_BP=starts_BP)
+        for start in range(0, num_queries, size):
+            end = min(start + size, num_queries)
             # Other devices would have to be waited for.
-            first = own.first_key(start) if on_cpu else 0
-            blocks.append(_Block(rows, start, min(start + size, num_tokens), first, own))
+            first, last = own.keys_of(start, end) if on_cpu else (0, num_tokens if starts_BP is not None else end)
+            blocks.append(_Block(rows, start, end, first, last, own))
     if on_cpu and plain is not None and key.shape[-1] == value.shape[-1]:
         found: Tensor = _OnCpu.apply(query, key, value, blocks, plain)
     else:

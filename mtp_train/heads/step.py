@@ -1,6 +1,6 @@
 """Run the one MTP forward: :func:`unroll` for training and :func:`mtp_step` with a cache for the decoder.
 
-Shapes: B rows, T tokens of this call, S keys (cached and new), D hidden, K depths.
+Shapes: B rows, T tokens of this call, S keys (cached and new), D hidden, K depths, P start rows of each row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, Unrolled
 from mtp_train.families.mechanisms.key_pools import UnrolledPools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
 from mtp_train.families.spec import HeadLayer
-from mtp_train.heads.alignment import UnrollMask, input_tokens, unroll_distances
+from mtp_train.heads.alignment import UnrollMask, at_starts, input_tokens, unroll_distances
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer, DynamicSlidingWindowLayer
 
@@ -132,6 +132,7 @@ def unroll(
     document_BT: Tensor,
     apart: bool = False,
     recompute: bool = False,
+    starts_BP: Tensor | None = None,
 ) -> list[Tensor]:
     """Draft ``num_depths`` tokens from every row at once; each depth attends to the same rows as in decoding.
 
@@ -155,39 +156,56 @@ def unroll(
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: See above; no effect on a head with a module for each depth.
         recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
+        starts_BP: int, ascending: the start rows to draft from; None for all. The other rows of the text are run up to
+            their keys and values, unless later rows read more of them: the states of a ``chained`` head or of
+            independent depths, and the keys that a layer chooses from.
 
     Returns:
-        K tensors (B, T, D): the state for the logits of depth k at each start row.
+        K tensors (B, T, D), or (B, P, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
     apart = apart and head.chaining == "recursive"
+    cache = _unroll_cache(head, positions_BT)
+    needs_keys_alone = not apart and head.chaining != "chained" and _is_of_keys(head, cache)
+    some_BP = starts_BP if needs_keys_alone else None
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
-        if apart or depth == 1:
-            # Later depths attend to keys that are outside of the last row's window: no layer slides.
-            stock = DynamicCache(config=head.config).layers
-            cache = Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
+        if apart:
+            cache = _unroll_cache(head, positions_BT)
         alone = apart or head.chaining in ("chained", "parallel")
-        embed_BTD = embed(input_tokens(tokens_BT, depth))
-        read_BT = positions_BT if apart else positions_BT + (depth - 1)
-        inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
+        own_BP = some_BP if depth > 1 else None
+        embed_BTD = embed(at_starts(input_tokens(tokens_BT, depth), own_BP))
+        read_BT = at_starts(positions_BT if apart else positions_BT + (depth - 1), own_BP)
+        inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth, own_BP))
         unread = inputs[0 if head.chaining == "chained_drafts" else -1 :]
+        if some_BP is not None and depth == 1:
+            drafts = inputs[0].at(some_BP)
+            unread = [drafts] if head.chaining == "parallel" else [*inputs, drafts]
         run = partial(_run_depth, head, depth, document_BT)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
-    return outputs
+    return outputs if needs_keys_alone else [at_starts(one, starts_BP) for one in outputs]
 
 
 class _Inputs(NamedTuple):
-    """The inputs of one depth, for every start row."""
+    """The inputs of one depth."""
 
     hidden_BTD: Tensor
     embed_BTD: Tensor
     positions_BT: Tensor
     seen_depths: int
     """The number of depths whose rows are attended to, the own depth included."""
+    starts_BP: Tensor | None = None
+    """The start rows; None for all."""
+    adds_keys: bool = True
+    """Whether the keys of these rows are not in the cache yet."""
+
+    def at(self, starts_BP: Tensor) -> _Inputs:
+        """Return the inputs of some of all start rows, whose keys are in the cache."""
+        chosen = (at_starts(one, starts_BP) for one in self[:3])
+        return _Inputs(*chosen, self.seen_depths, starts_BP, adds_keys=False)
 
 
 def _run_depth(
@@ -198,12 +216,12 @@ def _run_depth(
     def run(rows: _Inputs, keys_only: bool) -> StepOutput:
         for layer in cache.layers:
             if isinstance(layer, _UnrolledKeys):
-                layer.keys_only = keys_only
-        mask = UnrollMask(document_BT, rows.seen_depths, head.sliding_window(depth))
+                layer.keys_only, layer.adds_keys = keys_only, rows.adds_keys
+        mask = UnrollMask(document_BT, rows.seen_depths, head.sliding_window(depth), rows.starts_BP)
         mask_BTS: Tensor | UnrollMask = mask
         if head.classes.masks_of_distances:
             mask_BTS = unroll_distances(mask.whole(), rows.seen_depths)
-        elif not all(isinstance(layer, _UnrolledKeys) for layer in cache.layers):
+        elif not _is_of_keys(head, cache):
             # Layers that choose keys read the mask of all queries.
             mask_BTS = mask.whole()
         return mtp_step(
@@ -234,6 +252,16 @@ def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Seque
     return rerun
 
 
+def _unroll_cache(head: ModularHead, positions_BT: Tensor) -> Cache:
+    # Later depths attend to keys that are outside of the last row's window: no layer slides.
+    return Cache(layers=[_unrolled(layer, positions_BT) for layer in DynamicCache(config=head.config).layers])
+
+
+def _is_of_keys(head: ModularHead, cache: Cache) -> bool:
+    """Return whether layers read keys, values and the attention mask, and nothing else of other rows."""
+    return not head.classes.masks_of_distances and all(isinstance(layer, _UnrolledKeys) for layer in cache.layers)
+
+
 def _unrolled(layer: Any, positions_BT: Tensor) -> Any:
     if type(layer).__name__ == BLOCK_CACHE_LAYER:
         return UnrolledBlocks()
@@ -249,10 +277,14 @@ class _UnrolledKeys(DynamicLayer):
 
     keys_only = False
     """Whether to end a forward once its keys and values are stored. Layers that store more have no such end."""
+    adds_keys = True
+    """Whether to store the keys and values of a forward, which are stored already if not."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
+        if not self.adds_keys:
+            return self.keys, self.values
         keys_and_values = super().update(key_states, value_states)
         if self.keys_only:
             raise KeysWritten

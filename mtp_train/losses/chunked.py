@@ -11,6 +11,7 @@ Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -197,7 +198,9 @@ def frozen_head_loss(
     """Return the weighted loss of all depths, rows chunked by target position.
 
     Args:
-        student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``).
+        student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``). Or those of a few
+            starts, with all depths of a start in one column: depth k then has its own ``teacher_ND``, in (K, N, D), and
+            its own ``targets_N``, in (K, N).
         teacher_ND: The trunk's final hidden states at the same target rows.
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
         kind: The loss, by its name in ``losses/catalogue.py``.
@@ -209,7 +212,7 @@ def frozen_head_loss(
         used_N: int64, the rows of a weight other than 0, where the host knows them; None looks at the weights, for
             which the host waits for the device.
     """
-    loss, compute_dtype = find_loss(kind), compute_dtype or lm_head_VD.dtype
+    loss, compute_dtype, by_start = find_loss(kind), compute_dtype or lm_head_VD.dtype, targets_N.ndim > 1
     used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1) if used_N is None else used_N
     num_rows = chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
     with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
@@ -224,29 +227,35 @@ def frozen_head_loss(
         # Memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU.
         is_on_cpu = lm_head_VD.device.type == "cpu"
         buffer_CV = lm_head_VD.new_empty(min(len(used_N), num_rows), len(lm_head_VD)) if is_on_cpu else None
-        for rows_C in used_N.split(num_rows):
-            teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
+        together = [[depth] for depth in range(len(heads))] if by_start else [[*range(len(heads))]]
+        for depths, rows_C in product(together, used_N.split(num_rows)):
+            of_target = (depths[0], rows_C) if by_start else rows_C
+            teacher_CV = teacher_ND[of_target].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
             if teacher_CV is not None and teacher_bound is not None:
                 teacher_CV.div_(teacher_bound).tanh_().mul_(teacher_bound)
             work = row_work(loss, teacher_CV, temperature)
             del teacher_CV  # The work keeps what it reads of them.
-            for depth, output_VD in enumerate(heads):
-                state_CD = student_KND[depth, rows_C].to(compute_dtype)
+            for depth in depths:
+                output_VD, state_CD = heads[depth], student_KND[depth, rows_C].to(compute_dtype)
                 logits_CV = torch.mm(state_CD, output_VD.T, out=None if buffer_CV is None else buffer_CV[: len(rows_C)])
-                row = work(logits_CV, targets_N[rows_C])
+                row = work(logits_CV, targets_N[of_target])
                 loss_KN[depth, rows_C] = row.loss_C
                 gradient_KND[depth, rows_C] = (row.gradient_CV.to(compute_dtype) @ output_VD).to(gradient_KND.dtype)
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
-    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN)
-
-
-def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor) -> LossTerms:
-    """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
     slope_KN, combine = row_weight_KN, resolved(loss.combine)
-    if combine is not None:
+    if combine is not None and by_start:
+        loss_KN, slope_KN = map(to_starts, combine(_to_targets(loss_KN), _to_targets(row_weight_KN)))
+    elif combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
+    return _terms(student_KND, gradient_KND, loss_KN, slope_KN, row_weight_KN)
+
+
+def _terms(
+    student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, slope_KN: Tensor, row_weight_KN: Tensor
+) -> LossTerms:
+    """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()

@@ -335,6 +335,12 @@ class DataSection(RecipeSection):
     `chat_template_kwargs` and `tools` win."""
     seq_len_tokens: OrAuto[Count] = 512
     """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
+    loss_positions: Count | None = None
+    """Train on the drafts from this number of positions of each sequence, for long sequences; the rest of the text is
+    context. The positions are chosen evenly from those with a target, others in every epoch, and all depths of each are
+    trained. Losses and gradients are those of these positions in training on all, which is null. Saves the lm_head and
+    most of the head's forward at all other positions. A head of chained modules, `objective.unroll: fastmtp`, and
+    layers that choose keys save the lm_head alone."""
     pack: bool = True
     """Whether to pack several documents into a sequence, with attention limited to each document. If false, a sequence
     has one document and padding."""
@@ -349,6 +355,12 @@ class DataSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:
             yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
+        count, length = self.loss_positions, self.seq_len_tokens
+        if count is not None and not is_auto(length) and count >= length:
+            yield (
+                f"loss_positions: {count} of {length} in a sequence (data.seq_len_tokens); expected fewer. Write null "
+                "for all."
+            )
 
 
 class ObjectiveSection(RecipeSection):

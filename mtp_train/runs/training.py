@@ -131,6 +131,8 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         pack=recipe.data.pack,
         sequences_per_step=run.plan.sequences_per_step,
         seed=recipe.seed,
+        num_depths=recipe.head.num_depths,
+        num_starts=recipe.data.loss_positions,
     )
     selection = make_selection(run, documents, measured, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=run.plan.max_steps)

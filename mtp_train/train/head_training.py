@@ -36,7 +36,9 @@ class MicroBatch:
     prepared: Tensor | Forwards | None = None
     """What :meth:`mtp_train.trunk.states.States.prepare` returned; None for a trunk that plans its passes itself."""
     used_N: Tensor | None = None
-    """int64, the target rows at which any depth has a target; None looks for them in the forward."""
+    """int64, the rows at which any depth has a target; None looks for them in the forward."""
+    starts_BP: Tensor | None = None
+    """int64, the start rows that count, see :attr:`mtp_train.data.pack.PackedSequence.starts_P`; None for all."""
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy in which every tensor is changed."""
@@ -123,6 +125,7 @@ class HeadTraining(nn.Module):
                 apart=self.apart,
                 recompute=self.recompute,
                 autocast=self.compute_dtype,
+                starts_BP=micro.starts_BP,
             )
             if measures:
                 with autocasting(micro.scale_K.device, self.compute_dtype):

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -144,8 +145,10 @@ def micro_batches(
     for micro in range(plan.accumulation):
         shares = [sequences[plan.share(micro, one)] for one in range(plan.world_size)]
         batch = collate(list(shares[rank]))
-        used_N = valid_rows(batch, num_depths).any(dim=0).nonzero().squeeze(1)
-        made = MicroBatch(batch, scale_K, states.prepare(shares, rank), used_N)
+        starts = [one.starts_P for one in shares[rank] if one.starts_P is not None]
+        starts_BP = torch.from_numpy(np.stack(starts)) if starts else None
+        used_N = valid_rows(batch, num_depths, starts_BP).any(dim=0).nonzero().squeeze(1)
+        made = MicroBatch(batch, scale_K, states.prepare(shares, rank), used_N, starts_BP)
         yield made.mapped(Tensor.pin_memory) if accelerator.device.type in _PINNING else made
 
 

@@ -96,4 +96,4 @@ def test_the_queries_of_a_block_attend_to_no_key_outside_of_it(depth: int, windo
         expected_QS = whole_TS[start:end]
         assert torch.equal(mask.of(start, end, first)[0], expected_QS[:, keys])
         assert expected_QS.sum() == expected_QS[:, keys].sum()
-    assert UnrollMask(row(DOCUMENT), 1).first_key(6) == 5
+    assert UnrollMask(row(DOCUMENT), 1).keys_of(6, 8) == (5, 8)
