@@ -204,8 +204,8 @@ class _Inputs(NamedTuple):
 
     def at(self, starts_BP: Tensor) -> _Inputs:
         """Return the inputs of some of all start rows, whose keys are in the cache."""
-        chosen = (at_starts(one, starts_BP) for one in self[:3])
-        return _Inputs(*chosen, self.seen_depths, starts_BP, adds_keys=False)
+        hidden_BPD, embed_BPD, positions_BP = (at_starts(one, starts_BP) for one in self[:3])
+        return _Inputs(hidden_BPD, embed_BPD, positions_BP, self.seen_depths, starts_BP, adds_keys=False)
 
 
 def _run_depth(

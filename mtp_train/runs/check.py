@@ -323,6 +323,8 @@ class CheckResult(Shown):
             f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )
+        count = recipe.data.loss_positions
+        yield "losses", None if count is None else f"at {count} positions of each {plan.seq_len_tokens}"
         measures, tokens = measured_tokens(recipe)
         if measures:
             yield (

@@ -67,6 +67,8 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
         or (not recipe.decodes and recipe.train.hidden_cache is not None and Path(recipe.run_dir, STATE).exists()),
         loss_vocab=recipe.head.draft_vocab if serves_draft_vocab(recipe.head.kind) else None,
         lora=recipe.head.lora,
+        # Independent depths run whole at all positions.
+        num_starts=None if recipe.objective.unroll == "fastmtp" else recipe.data.loss_positions,
     )
 
 

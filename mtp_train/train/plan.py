@@ -32,6 +32,8 @@ _STATE_BYTES = 16
 """Bytes per weight in a resume state: the weight, AdamW's two moments and the best head, in fp32."""
 _FP32_STATES, _COMPUTED_STATES = 11, 25
 """Hidden-sized states per row and depth, in fp32 and in the dtype of the products."""
+_TEXT_FP32, _TEXT_COMPUTED = 16, 4
+"""The same per row whose drafts do not count: up to its keys and values, with their gradients."""
 NUM_HEADS = 2
 """Heads in memory while a run decodes: the retrained head and its baseline."""
 _STATES_AT_ONCE = 3
@@ -177,6 +179,8 @@ class MemoryOptions:
     loss_vocab: int | None = None
     """Tokens that p and q are distributions over; None for the whole vocabulary."""
     lora: LoraSettings | None = None
+    num_starts: int | None = None
+    """Positions of each sequence whose drafts count; None for all."""
 
     def adapts_experts(self, name: str, shape: Size) -> bool:
         return self.lora is not None and is_target(name, self.lora.targets) and is_stacked(name, shape)
@@ -237,7 +241,7 @@ def estimate_footprint(
         # Weights, gradients and AdamW's two moments, all in fp32.
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
-        activation_bytes=_activations_on(trunk, options, plan, device),
+        activation_bytes=_activations_on(trunk, options, head, plan, device),
         decoding_bytes=on_device * (2 if device.type == "cpu" else 1) + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(options, trunk, held, vocab)
@@ -249,9 +253,14 @@ def estimate_footprint(
     )
 
 
-def _activations_on(trunk: Trunk, options: MemoryOptions, plan: Plan, device: torch.device) -> int:
+def _activations_on(
+    trunk: Trunk, options: MemoryOptions, head: Mapping[str, Size], plan: Plan, device: torch.device
+) -> int:
     width, layer = trunk.family.state_width(trunk.config), trunk.family.layer
     keeps_masks = layer is not None and layer.reads_masks
+    if keeps_masks or (_num_modules(head) > 1 and not trunk.family.kind.parallel):
+        # Such heads run whole at all positions.
+        options = replace(options, num_starts=None)
     rows, length = plan.micro_batch_tokens, plan.seq_len_tokens
     return activation_bytes(options, width, rows, length, device.type, keeps_masks=keeps_masks)
 
@@ -271,11 +280,14 @@ def activation_bytes(
     # a time.
     states = _FP32_STATES * 4 + _COMPUTED_STATES * computed
     states = states + (4 + 5 * computed) * depths if options.recompute else states * depths
-    masks = 0
+    starts, kept = rows, 0
+    if options.num_starts is not None:
+        starts = rows // seq_len_tokens * options.num_starts
+        kept = rows * hidden * (_TEXT_FP32 * 4 + _TEXT_COMPUTED * computed)
     if keeps_masks or (device != "cpu" and seq_len_tokens <= WHOLE_TOKENS):
         # torch keeps one number per row and key of each depth.
-        masks = rows * seq_len_tokens * depths * (depths + 1) // 2 * computed
-    return rows * hidden * states + masks
+        kept += starts * seq_len_tokens * depths * (depths + 1) // 2 * computed
+    return starts * hidden * states + kept
 
 
 def _converted_bytes(options: MemoryOptions, trunk: Trunk, held: int, vocab: int) -> int:
@@ -293,14 +305,17 @@ def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
     matrices to them. With checkpointing, the backward pass makes the copies again for one depth at a time.
     """
     computed = options.compute_dtype.itemsize
-    num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
-    depths = 1 if options.recompute else max(1, options.num_depths // max(1, num_modules))
+    depths = 1 if options.recompute else max(1, options.num_depths // max(1, _num_modules(head)))
     return computed * sum(
         shape.numel() * (depths if options.lora is not None or is_stacked(name, shape) else 1)
         for name, shape in head.items()
         if len(shape) > 1 and "embed" not in name
         if computed < _MASTER_BYTES or options.adapts_experts(name, shape)
     )
+
+
+def _num_modules(head: Mapping[str, Size]) -> int:
+    return len({name.split(".")[1] for name in head if name.startswith("blocks.")})
 
 
 def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:

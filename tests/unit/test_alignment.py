@@ -84,16 +84,32 @@ def test_a_sliding_window_counts_positions_and_not_rows(depth: int, expected: li
     assert torch.equal(UnrollMask(document_BT, depth, 9).whole(), UnrollMask(document_BT, depth).whole())
 
 
+@pytest.mark.parametrize("starts", [None, [1, 1, 4, 5, 7, 8, 9]])
 @pytest.mark.parametrize("window", [None, 2, 3])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_queries_of_a_block_attend_to_no_key_outside_of_it(depth: int, window: int | None) -> None:
-    """The keys of a block are depth-1 rows from its first key on, and its own rows of each later depth."""
-    mask, size = UnrollMask(row(DOCUMENT), depth, window), len(DOCUMENT)
-    whole_TS = mask.whole()[0]
-    for start, end in ((0, 4), (4, 7), (7, 10)):
-        first = mask.first_key(start)
-        keys = [*range(first, end), *(own * size + key for own in range(1, depth) for key in range(start, end))]
-        expected_QS = whole_TS[start:end]
-        assert torch.equal(mask.of(start, end, first)[0], expected_QS[:, keys])
+def test_the_queries_of_a_block_attend_to_no_key_outside_of_it(
+    depth: int, window: int | None, starts: list[int] | None
+) -> None:
+    """The keys of a block are some of the depth-1 rows, and its own rows of each later depth."""
+    mask = UnrollMask(row(DOCUMENT), depth, window, None if starts is None else torch.tensor([starts]))
+    size = len(starts or DOCUMENT)
+    whole_QS = mask.whole()[0]
+    for start, end in ((0, 3), (3, size - 2), (size - 2, size)):
+        first, last = mask.keys_of(start, end)
+        later = (len(DOCUMENT) + own * size + key for own in range(depth - 1) for key in range(start, end))
+        keys = [*range(first, last), *later]
+        expected_QS = whole_QS[start:end]
+        assert torch.equal(mask.of(start, end, first, last)[0], expected_QS[:, keys])
         assert expected_QS.sum() == expected_QS[:, keys].sum()
     assert UnrollMask(row(DOCUMENT), 1).keys_of(6, 8) == (5, 8)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_queries_of_some_starts_attend_as_they_do_among_all(depth: int, window: int | None) -> None:
+    starts, size = [0, 3, 6, 9], len(DOCUMENT)
+    some_QS = UnrollMask(row(DOCUMENT), depth, window, torch.tensor([starts])).whole()[0]
+    keys = [*range(size), *(own * size + start for own in range(1, depth) for start in starts)]
+    all_TS = UnrollMask(row(DOCUMENT), depth, window).whole()[0]
+    assert torch.equal(some_QS, all_TS[starts][:, keys])
+    assert not torch.equal(some_QS, all_TS[[0, 3, 5, 9]][:, keys])

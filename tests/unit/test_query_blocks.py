@@ -96,7 +96,7 @@ def test_a_training_step_in_blocks_has_the_gradients_of_one_in_a_piece(
         torch.testing.assert_close(ours, one, atol=rounding(one, 100), rtol=0)
 
 
-def peak_of(trunk: Trunk, num_tokens: int, num_documents: int) -> int:
+def peak_of(trunk: Trunk, num_tokens: int, num_documents: int, num_starts: int | None = None) -> int:
     """Return the most bytes that a training step of a row holds beside weights and states."""
     torch.manual_seed(0)
     head = MtpHead(trunk.family, trunk.config, num_modules=1, convention=trunk.family.wiring.default).float()
@@ -104,8 +104,9 @@ def peak_of(trunk: Trunk, num_tokens: int, num_documents: int) -> int:
     states_BTD = torch.randn(1, num_tokens, trunk.state_width)
     module.states.forward = lambda *_args, **_named: states_BTD  # type: ignore[method-assign]
     scale_K = torch.full((3,), 1 / num_tokens)
+    starts_BP = None if num_starts is None else torch.arange(0, num_tokens, num_tokens // num_starts)[None]
     with PeakMemory([*module.parameters(), *module.buffers(), *batch, states_BTD]) as memory:
-        module(MicroBatch(batch, scale_K)).total.backward()
+        module(MicroBatch(batch, scale_K, starts_BP=starts_BP)).total.backward()
     return memory.peak_bytes
 
 
@@ -115,9 +116,12 @@ def demo() -> Trunk:
     return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("num_starts", [None, 256])
 @pytest.mark.parametrize("shorter", [1024, pytest.param(4096, marks=pytest.mark.slow)])
-def test_memory_of_a_row_is_linear_in_its_length_and_as_planned(shorter: int, demo: Trunk) -> None:
-    options = MemoryOptions(num_depths=3, compute_dtype=torch.float32, recompute=False)
+def test_memory_of_a_row_is_linear_in_its_length_and_as_planned(
+    shorter: int, num_starts: int | None, demo: Trunk
+) -> None:
+    options = MemoryOptions(num_depths=3, compute_dtype=torch.float32, recompute=False, num_starts=num_starts)
     found = {}
     for num_tokens in (shorter, 4 * shorter):
         plan = make_plan(
@@ -132,7 +136,7 @@ def test_memory_of_a_row_is_linear_in_its_length_and_as_planned(shorter: int, de
         memory = estimate_footprint(options, demo, shapes, plan, torch.device("cpu"), None)
         gradients = 4 * memory.head_parameters
         planned = memory.loss_bytes + memory.activation_bytes + gradients
-        found[num_tokens] = peak_of(demo, num_tokens, 1)
+        found[num_tokens] = peak_of(demo, num_tokens, 1, num_starts)
         assert found[num_tokens] == pytest.approx(planned, rel=0.25)
     assert found[4 * shorter] < 4 * found[shorter]
 
