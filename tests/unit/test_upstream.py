@@ -11,7 +11,7 @@ import re
 import pytest
 from transformers import LlamaModel
 
-from mtp_train.upstream import deepspeed_private, torch_private, transformers_private
+from mtp_train.upstream import deepspeed_private, transformers_private
 from repository import REPOSITORY
 
 PACKAGES = (REPOSITORY / "mtp_train", REPOSITORY / "inference" / "mtp_inference")
@@ -19,7 +19,7 @@ TABLES = {
     "transformers": transformers_private.SYMBOLS,
     "deepspeed": deepspeed_private.SYMBOLS,
 }
-SYMBOLS = [symbol for table in (*TABLES.values(), torch_private.SYMBOLS) for symbol in table]
+SYMBOLS = [symbol for table in TABLES.values() for symbol in table]
 # The modules that each library documents for imports. peft needs no others.
 DOCUMENTED = {
     *("transformers", "transformers.utils", "peft", "deepspeed", "deepspeed.utils"),
