@@ -55,7 +55,7 @@ MODULES = (
     "smtplib socket socketserver sqlite3 ssl statistics subprocess tarfile threading turtle types typing unittest "
     "unittest.mock urllib.request weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile"
 )
-SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 512, 8192, 1024, 2048, 4
+PAGES, SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 28, 512, 8192, 1024, 2048, 4
 CONTEXTS, WINDOW, NUM_DEPTHS = (512, 2048, 7000), 256, 3
 """Acceptance at a context is that of drafts from the last positions before it."""
 ROWS_OF_512 = [f"data.seq_len_tokens={SHORT}", f"train.tokens_per_step={LOSSES}"]
@@ -67,10 +67,11 @@ Batches = Callable[[int], list[PackedSequence]]
 def text(options: argparse.Namespace) -> None:
     """Write the first 8,192 tokens of the help of each module that has as many."""
     tokenizer: Any = load_tokenizer(open_location(str(options.model)), False)
+    written = 0
     with (options.out / TEXT).open("w", encoding="utf-8") as file:
         for name in MODULES.split():
             ids = tokenizer.encode(pydoc.plain(pydoc.render_doc(importlib.import_module(name))))
-            if len(ids) >= LONG:
+            if len(ids) >= LONG and (written := written + 1) <= PAGES:
                 file.write(json.dumps({"text": tokenizer.decode(ids[: LONG - 1]), "group": name}) + "\n")
 
 
@@ -184,7 +185,7 @@ def main() -> None:
         "--model", type=Path, default=Path("runs/real_model/trunk"), help="default: runs/real_model/trunk"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/long_rows"), help="default: runs/long_rows")
-    parser.add_argument("--steps", type=int, default=150, help="of 2,048 losses at depth 1; default: 150")
+    parser.add_argument("--steps", type=int, default=100, help="of 2,048 losses at depth 1; default: 100")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     {"text": text, "measure": measure}.get(options.stage, train)(options)
