@@ -148,12 +148,7 @@ def unroll(
     With ``apart`` the depths of a recursive head are independent: each attends to rows of its own depth, and positions
     do not advance. FastMTP trains in this way (arXiv:2509.18362, section 3.2); in decoding there are no such rows.
 
-    Args:
-        hidden_BTD: The trunk's hidden states from the family's source; states of several layers are concatenated.
-        tokens_BT: int, the tokens of the same rows.
-        embed: The trunk's embedding.
-        positions_BT: int, restarting at each document.
-        document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
+    Args, beside those of :meth:`mtp_train.heads.head.Head.unroll`:
         apart: See above; no effect on a head with a module for each depth.
         recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
         starts_BP: int, ascending: the start rows to draft from; None for all. The other rows of the text are run up to
@@ -178,10 +173,7 @@ def unroll(
         embed_BTD = embed(at_starts(input_tokens(tokens_BT, depth), own_BP))
         read_BT = at_starts(positions_BT if apart else positions_BT + (depth - 1), own_BP)
         inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth, own_BP))
-        unread = inputs[0 if head.chaining == "chained_drafts" else -1 :]
-        if some_BP is not None and depth == 1:
-            drafts = inputs[0].at(some_BP)
-            unread = [drafts] if head.chaining == "parallel" else [*inputs, drafts]
+        unread = _unread(head, inputs, some_BP)
         run = partial(_run_depth, head, depth, document_BT)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
@@ -206,6 +198,14 @@ class _Inputs(NamedTuple):
         """Return the inputs of some of all start rows, whose keys are in the cache."""
         hidden_BPD, embed_BPD, positions_BP = (at_starts(one, starts_BP) for one in self[:3])
         return _Inputs(hidden_BPD, embed_BPD, positions_BP, self.seen_depths, starts_BP, adds_keys=False)
+
+
+def _unread(head: ModularHead, inputs: Sequence[_Inputs], starts_BP: Tensor | None) -> Sequence[_Inputs]:
+    """Return the inputs that the module of the last depth has not processed; those of the text end at their keys."""
+    if starts_BP is None or len(inputs) > 1:
+        return inputs[0 if head.chaining == "chained_drafts" else -1 :]
+    drafts = inputs[0].at(starts_BP)
+    return [drafts] if head.chaining == "parallel" else [*inputs, drafts]
 
 
 def _run_depth(

@@ -198,9 +198,8 @@ def frozen_head_loss(
     """Return the weighted loss of all depths, rows chunked by target position.
 
     Args:
-        student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``). Or those of a few
-            starts, with all depths of a start in one column: depth k then has its own ``teacher_ND``, in (K, N, D), and
-            its own ``targets_N``, in (K, N).
+        student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``). Or those of some
+            starts, all depths in one column: ``teacher_ND`` is then (K, N, D), and ``targets_N`` (K, N).
         teacher_ND: The trunk's final hidden states at the same target rows.
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
         kind: The loss, by its name in ``losses/catalogue.py``.
@@ -218,21 +217,18 @@ def frozen_head_loss(
     with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
         # Convert once for all chunks.
         lm_head_VD = lm_head_VD.to(compute_dtype)
-        matrices = own_heads or [lm_head_VD] * len(student_KND)
-        # Depths may share a matrix.
-        converted = {matrix: matrix.to(compute_dtype) for matrix in matrices}
-        heads = [converted[matrix] for matrix in matrices]
+        heads = _converted(own_heads or [lm_head_VD] * len(student_KND), compute_dtype)
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
         # Memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU.
         is_on_cpu = lm_head_VD.device.type == "cpu"
         buffer_CV = lm_head_VD.new_empty(min(len(used_N), num_rows), len(lm_head_VD)) if is_on_cpu else None
-        together = [[depth] for depth in range(len(heads))] if by_start else [[*range(len(heads))]]
+        every = range(len(heads))
+        together = [[depth] for depth in every] if by_start else [every]
         for depths, rows_C in product(together, used_N.split(num_rows)):
             of_target = (depths[0], rows_C) if by_start else rows_C
-            teacher_CV = teacher_ND[of_target].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
-            if teacher_CV is not None and teacher_bound is not None:
-                teacher_CV.div_(teacher_bound).tanh_().mul_(teacher_bound)
+            teacher_CD = teacher_ND[of_target].to(compute_dtype)
+            teacher_CV = _bounded(teacher_CD @ lm_head_VD.T, teacher_bound) if loss.distils else None
             work = row_work(loss, teacher_CV, temperature)
             del teacher_CV  # The work keeps what it reads of them.
             for depth in depths:
@@ -244,18 +240,28 @@ def frozen_head_loss(
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
+    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN, by_start)
+
+
+def _converted(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    # Depths may share a matrix.
+    converted = {matrix: matrix.to(dtype) for matrix in matrices}
+    return [converted[matrix] for matrix in matrices]
+
+
+def _bounded(logits_CV: Tensor, bound: float | None) -> Tensor:
+    return logits_CV if bound is None else logits_CV.div_(bound).tanh_().mul_(bound)
+
+
+def _terms(
+    loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor, by_start: bool
+) -> LossTerms:
+    """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
     slope_KN, combine = row_weight_KN, resolved(loss.combine)
     if combine is not None and by_start:
         loss_KN, slope_KN = map(to_starts, combine(_to_targets(loss_KN), _to_targets(row_weight_KN)))
     elif combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
-    return _terms(student_KND, gradient_KND, loss_KN, slope_KN, row_weight_KN)
-
-
-def _terms(
-    student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, slope_KN: Tensor, row_weight_KN: Tensor
-) -> LossTerms:
-    """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()

@@ -355,12 +355,6 @@ class DataSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:
             yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
-        count, length = self.loss_positions, self.seq_len_tokens
-        if count is not None and not is_auto(length) and count >= length:
-            yield (
-                f"loss_positions: {count} of {length} in a sequence (data.seq_len_tokens); expected fewer. Write null "
-                "for all."
-            )
 
 
 class ObjectiveSection(RecipeSection):

@@ -74,7 +74,8 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     ]
     with named_rejections(model.path):
         found = _errors_of(checks)
-    return [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.path), *found]
+    of_model = [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.path)]
+    return [*of_model, *_of_positions(recipe), *found]
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
@@ -140,6 +141,15 @@ def _of_the_head(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
     if asked is not None and asked >= vocab_size:
         yield RecipeError(
             f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."
+        )
+
+
+def _of_positions(recipe: Recipe) -> Iterator[RecipeError]:
+    count, length = recipe.data.loss_positions, recipe.data.seq_len_tokens
+    if count is not None and count >= length:
+        yield RecipeError(
+            f"data.loss_positions: {count} of the {length} tokens of a sequence (data.seq_len_tokens); expected fewer. "
+            "Write data.loss_positions: null for all."
         )
 
 

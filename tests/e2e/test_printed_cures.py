@@ -444,6 +444,7 @@ CHANGES = {
     "Write head.kind: mtp: this family's releases have an MTP head.": f"{NEW} head.kind=eagle model.trunk=OTHER",
     "Write head.kind: {}, or head.init: random for a new head.": "head.kind=eagle",
     "Launch with {}; or write model.offload: null and use {}.": "model.offload=cpu --processes 2",
+    "Write data.loss_positions: null for all.": "data.loss_positions=96",
     "Write one of these, or head.lora.targets: null for all.": 'head.lora.targets=["nope"]',
     "{}, or write data.responses: null.": "data.regenerate={} data.responses=nowhere data.seq_len_tokens=2048 "
     "train.tokens_per_step=4096",

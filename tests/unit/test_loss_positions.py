@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, K depths, P start rows, N rows.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from mtp_train.errors import RecipeError
 from mtp_train.heads import query_blocks
 from mtp_train.heads.head import Head
 from mtp_train.losses.chunked import align_to_targets
+from mtp_train.runs.check import check
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates
-from runs import tiny_recipe
 from tiny import ALL_FAMILIES, CHAININGS, draft_head, head_of, tiny_head, tiny_trunk
 from tolerances import assert_same, num_terms
 
@@ -193,9 +192,14 @@ def test_losses_are_divided_by_the_counted_targets_of_all_processes(world: int) 
 
 
 def test_all_positions_of_a_sequence_are_no_choice() -> None:
-    def with_positions(count: int) -> Any:
-        return tiny_recipe(Path("in"), Path("run"), data__seq_len_tokens=512, data__loss_positions=count)
+    def checked(count: int) -> Any:
+        return check("retrain_head", {"data.loss_positions": count})
 
-    with pytest.raises(RecipeError, match=r"data\.loss_positions: 512 of 512 in a sequence"):
-        with_positions(512)
-    assert with_positions(511).data.loss_positions == 511
+    # Lengths that are chosen by rule are known here.
+    with pytest.raises(RecipeError, match=r"data\.loss_positions: 512 of the 512 tokens of a sequence"):
+        checked(512)
+    found = checked(64)
+    assert "at 64 positions of each 512" in str(found)
+    whole = check("retrain_head")
+    assert found.memory.activation_bytes < whole.memory.activation_bytes / 2
+    assert "positions of each" not in str(whole)
