@@ -55,7 +55,7 @@ MODULES = (
     "smtplib socket socketserver sqlite3 ssl statistics subprocess tarfile threading turtle types typing unittest "
     "unittest.mock urllib.request weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile"
 )
-PAGES, SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 28, 512, 8192, 1024, 2048, 4
+PAGES, SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 18, 512, 8192, 1024, 2048, 4
 CONTEXTS, WINDOW, NUM_DEPTHS = (512, 2048, 7000), 256, 3
 """Acceptance at a context is that of drafts from the last positions before it."""
 ROWS_OF_512 = [f"data.seq_len_tokens={SHORT}", f"train.tokens_per_step={LOSSES}"]
@@ -80,7 +80,7 @@ def recipe_of(options: argparse.Namespace, arm: str) -> Recipe:
         "run_dir": str(options.out / arm),
         "model": {"trunk": str(options.model)},
         "head": {"kind": "eagle3", "init": "random", "num_depths": NUM_DEPTHS, "draft_vocab": 8192},
-        "data": {"sources": [{"path": str(options.out / TEXT)}], "group_field": "group", "holdout": 0.35},
+        "data": {"sources": [{"path": str(options.out / TEXT)}], "group_field": "group", "holdout": 0.45},
         "train": {
             **{"max_steps": options.steps, "lr": 7e-4, "warmup_steps": options.steps // 20, "save_steps": 25},
             **{"tokens_per_step": 1, "hidden_cache": {"directory": str(options.out / "hidden")}},
@@ -185,7 +185,7 @@ def main() -> None:
         "--model", type=Path, default=Path("runs/real_model/trunk"), help="default: runs/real_model/trunk"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/long_rows"), help="default: runs/long_rows")
-    parser.add_argument("--steps", type=int, default=100, help="of 2,048 losses at depth 1; default: 100")
+    parser.add_argument("--steps", type=int, default=60, help="of 2,048 losses at depth 1; default: 60")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     {"text": text, "measure": measure}.get(options.stage, train)(options)

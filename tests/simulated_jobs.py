@@ -190,7 +190,13 @@ class KeptStates(StoredStates):
 
 
 def steps_waits(
-    directory: Path, name: str = "qwen3_5", *, keeps: bool = False, knows: bool = True, pins: bool = True
+    directory: Path,
+    name: str = "qwen3_5",
+    *,
+    keeps: bool = False,
+    knows: bool = True,
+    pins: bool = True,
+    num_starts: int | None = None,
 ) -> list[list[str]]:
     """Train, and return where the host waits in each step between the first and the last one.
 
@@ -203,6 +209,7 @@ def steps_waits(
     states = KeptStates(trunk, width=trunk.state_width, dtype=torch.float32) if keeps else TrunkStates(trunk)
     module = HeadTraining(states, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
+    chosen: dict[str, Any] = {"num_depths": 3, "num_starts": num_starts}
     forward, marks = HeadTraining.forward, list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
         pinned = list[Tensor]()
@@ -216,7 +223,7 @@ def steps_waits(
             module,
             options=train_options(used),
             plan=plan,
-            batch_fn=global_batches(random_documents((16, 9, 14, 7, 5, 11)), **sizes, pack=True, seed=0),
+            batch_fn=global_batches(random_documents((16, 9, 14, 7, 5, 11)), **sizes, **chosen, pack=True, seed=0),
             accelerator=accelerate.Accelerator(gradient_accumulation_steps=plan.accumulation),
             state_dir=directory / "state",
             make_log=lambda _step: None,
@@ -231,6 +238,7 @@ def waits(directory: Path) -> dict[str, list[list[str]]]:
         "with the trunk": steps_waits(directory / "trunk"),
         "with states": steps_waits(directory / "states", keeps=True),
         "with experts": steps_waits(directory / "experts", "qwen3_5_moe"),
+        "with positions": steps_waits(directory / "positions", keeps=True, num_starts=4),
         "unknown": steps_waits(directory / "unknown", knows=False),
         "in order": steps_waits(directory / "order", pins=False),
     }

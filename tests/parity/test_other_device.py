@@ -28,6 +28,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"objective__loss": "e2e_tv"},
     {"objective__loss": "lk"},
     {"data__pack": True, "objective__loss": "reverse_kl"},
+    {"data__loss_positions": 8},
 )
 
 
@@ -53,7 +54,8 @@ def test_a_tensor_of_the_cpu_is_refused_there(found: dict[str, Any]) -> None:
 def test_a_training_step_waits_for_the_device_once(found: dict[str, Any]) -> None:
     """For the losses, the gradient norm and other processes' signals together; nothing else needs a value."""
     waits, once = found["waits"], ["loop.gather: tolist"]
-    assert waits["with the trunk"] == waits["with states"] == waits["with experts"] == [once]
+    for given in ("the trunk", "states", "experts", "positions"):
+        assert waits[f"with {given}"] == [once]
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
     looked = ["states.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
     assert waits["unknown"] == [[*looked, *looked, *once]]
