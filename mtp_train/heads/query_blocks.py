@@ -21,6 +21,8 @@ BLOCK_QUERIES = 128
 """Queries of a block on a CPU, where the rows of a batch attend one after the other. torch's kernel computes the scores
 that a mask removes, too: of packed documents and of an unroll (where a query attends to one key of each later depth)
 these are most."""
+SPREAD_QUERIES = 32
+"""The same for start rows that are far apart: together they attend to nearly all keys of a row."""
 DEVICE_QUERIES, WHOLE_TOKENS = 1024, 4096
 """Queries of a block on other devices, and the longest rows there that attend as a whole."""
 
@@ -86,7 +88,9 @@ def attend_in_blocks(
         return attend(query, key, value, mask.whole()[:, None], sinks)
     if torch.is_autocast_enabled(device):
         query, key, value = (one.to(torch.get_autocast_dtype(device)) for one in (query, key, value))
-    size = BLOCK_QUERIES if on_cpu else DEVICE_QUERIES
+    size = DEVICE_QUERIES
+    if on_cpu:
+        size = BLOCK_QUERIES if mask.starts_BP is None else SPREAD_QUERIES
     blocks = []
     for rows in [slice(row, row + 1) for row in range(num_rows)] if on_cpu else [slice(None)]:
         starts_BP = None if mask.starts_BP is None else mask.starts_BP[rows]

@@ -32,7 +32,7 @@ _STATE_BYTES = 16
 """Bytes per weight in a resume state: the weight, AdamW's two moments and the best head, in fp32."""
 _FP32_STATES, _COMPUTED_STATES = 11, 25
 """Hidden-sized states per row and depth, in fp32 and in the dtype of the products."""
-_TEXT_FP32, _TEXT_COMPUTED = 16, 4
+_TEXT_FP32, _TEXT_COMPUTED = 6, 12
 """The same per row whose drafts do not count: up to its keys and values, with their gradients."""
 NUM_HEADS = 2
 """Heads in memory while a run decodes: the retrained head and its baseline."""

@@ -84,7 +84,8 @@ def assert_are_the_masked_ones(module: HeadTraining) -> None:
 
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_losses_and_gradients_are_the_dense_ones_in_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_blocks, "BLOCK_QUERIES", 2)
+    for name_of_size in ("BLOCK_QUERIES", "SPREAD_QUERIES"):
+        monkeypatch.setattr(query_blocks, name_of_size, 2)
     trunk = tiny_trunk(name)
     assert_are_the_masked_ones(module_of(trunk, tiny_head(trunk)))
 
