@@ -43,6 +43,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import training
 from mtp_train.runs.inputs import split_records
+from mtp_train.runs.run_directory import environment_facts
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.teacher_forced import target_figures
 from mtp_train.trunk.load import load_trunk
@@ -128,7 +129,7 @@ def measure(options: argparse.Namespace) -> None:
             plan = load_artifact(options.out / arm / "head")
             heads[arm] = build_head(plan, text_config_of(checkpoint), dtype=torch.float32).eval(), plan.draft_vocab
             trunk.show_to(heads[arm][0])
-    _, pages = split_records(recipe_of(options, "short"))
+    trained, pages = split_records(recipe_of(options, "short"))
     with (options.out / MEASURED).open("a+") as file:
         file.seek(0)
         done = [json.loads(line) for line in file]
@@ -141,7 +142,8 @@ def measure(options: argparse.Namespace) -> None:
             done.append({"group": page.group, "taus": found})
             file.write(json.dumps(done[-1]) + "\n")
             file.flush()
-    summary = {"steps": options.steps, "pages": [row["group"] for row in done], "arms": summarised(done)}
+    settings = {"steps": options.steps, "losses": LOSSES, "positions": POSITIONS, "trained_pages": len(trained)}
+    summary = {"settings": settings, "arms": summarised(done), "pages": done, "environment": environment_facts()}
     (options.out / "long_rows.json").write_text(json.dumps(summary, indent=1))
     print(json.dumps(summary, indent=1))
 
