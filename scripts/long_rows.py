@@ -48,7 +48,7 @@ from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.teacher_forced import target_figures
 from mtp_train.trunk.load import load_trunk
 
-TEXT, MEASURED = "pages.jsonl", "measured.jsonl"
+TEXT, MORE, MEASURED = "pages.jsonl", "more_pages.jsonl", "measured.jsonl"
 MODULES = (
     "ast asyncio asyncio.base_events builtins calendar codecs collections configparser ctypes decimal difflib doctest "
     "email.message enum ftplib functools http.client http.cookiejar imaplib importlib.metadata inspect io ipaddress "
@@ -56,7 +56,8 @@ MODULES = (
     "smtplib socket socketserver sqlite3 ssl statistics subprocess tarfile threading turtle types typing unittest "
     "unittest.mock urllib.request weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipfile"
 )
-PAGES, SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 18, 512, 8192, 1024, 2048, 4
+PAGES, MORE_PAGES = 18, 8
+SHORT, LONG, POSITIONS, LOSSES, ANCHORS = 512, 8192, 1024, 2048, 4
 CONTEXTS, WINDOW, NUM_DEPTHS = (512, 2048, 7000), 256, 3
 """Acceptance at a context is that of drafts from the last positions before it."""
 ROWS_OF_512 = [f"data.seq_len_tokens={SHORT}", f"train.tokens_per_step={LOSSES}"]
@@ -66,14 +67,15 @@ Batches = Callable[[int], list[PackedSequence]]
 
 
 def text(options: argparse.Namespace) -> None:
-    """Write the first 8,192 tokens of the help of each module that has as many."""
+    """Write the first 8,192 tokens of the help of each module that has as many; the last ones are measured on alone."""
     tokenizer: Any = load_tokenizer(open_location(str(options.model)), False)
-    written = 0
-    with (options.out / TEXT).open("w", encoding="utf-8") as file:
-        for name in MODULES.split():
-            ids = tokenizer.encode(pydoc.plain(pydoc.render_doc(importlib.import_module(name))))
-            if len(ids) >= LONG and (written := written + 1) <= PAGES:
-                file.write(json.dumps({"text": tokenizer.decode(ids[: LONG - 1]), "group": name}) + "\n")
+    rows = []
+    for name in MODULES.split():
+        ids = tokenizer.encode(pydoc.plain(pydoc.render_doc(importlib.import_module(name))))
+        if len(ids) >= LONG:
+            rows.append(json.dumps({"text": tokenizer.decode(ids[: LONG - 1]), "group": name}) + "\n")
+    for file, kept in ((TEXT, rows[:PAGES]), (MORE, rows[PAGES : PAGES + MORE_PAGES])):
+        (options.out / file).write_text("".join(kept), encoding="utf-8")
 
 
 def recipe_of(options: argparse.Namespace, arm: str) -> Recipe:
@@ -129,17 +131,19 @@ def measure(options: argparse.Namespace) -> None:
             plan = load_artifact(options.out / arm / "head")
             heads[arm] = build_head(plan, text_config_of(checkpoint), dtype=torch.float32).eval(), plan.draft_vocab
             trunk.show_to(heads[arm][0])
-    trained, pages = split_records(recipe_of(options, "short"))
+    trained, held_out = split_records(recipe_of(options, "short"))
+    pages = {one.group: one.content.text for one in held_out}
+    pages |= {one["group"]: one["text"] for one in map(json.loads, (options.out / MORE).open(encoding="utf-8"))}
     with (options.out / MEASURED).open("a+") as file:
         file.seek(0)
         done = [json.loads(line) for line in file]
-        for page in [one for one in pages if one.group not in {row["group"] for row in done}]:
-            tokens_1T = torch.tensor([tokenizer.encode(page.content.text)[: max(CONTEXTS) + NUM_DEPTHS + 1]])
+        for group in [one for one in pages if one not in {row["group"] for row in done}]:
+            tokens_1T = torch.tensor([tokenizer.encode(pages[group])[: max(CONTEXTS) + NUM_DEPTHS + 1]])
             zeros_1T = torch.zeros_like(tokens_1T)
             batch = PackedBatch(tokens_1T, torch.arange(tokens_1T.shape[1])[None], zeros_1T, zeros_1T == 0)
             hidden_1TD = trunk.hidden(tokens_1T)
             found = {arm: accepted(trunk, *one, batch, hidden_1TD) for arm, one in heads.items()}
-            done.append({"group": page.group, "taus": found})
+            done.append({"group": group, "taus": found})
             file.write(json.dumps(done[-1]) + "\n")
             file.flush()
     settings = {"steps": options.steps, "losses": LOSSES, "positions": POSITIONS, "trained_pages": len(trained)}

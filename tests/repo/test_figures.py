@@ -1,4 +1,4 @@
-"""The pages' figures of the real model are those of its record, ``inference/benchmarks/real_model.json``.
+"""The pages' figures of the real model are those of its records, ``real_model.json`` and ``long_rows.json``.
 
 A claim is a part of a sentence or of a table, with figures from the record. A page holds all of its claims in this
 order, and no figure besides: a digit that changes on the page or in the record fails.
@@ -16,6 +16,7 @@ from json_files import read_json
 from repository import REPOSITORY
 
 RECORD = read_json(REPOSITORY / "inference" / "benchmarks" / "real_model.json")
+LONG_ROWS = read_json(REPOSITORY / "inference" / "benchmarks" / "long_rows.json")
 HAND = {name: one["value"] for name, one in RECORD["by_hand"].items()}
 CPU, H100 = "eagle3", "eagle3-2000-steps"
 QUESTIONS, SUITE, CONTEXTS, STUDY = "compare-held_out", "compare-builtin", "compare-contexts", "compare-study"
@@ -110,8 +111,6 @@ def claims_of_the_costs() -> Iterator[str]:
     yield f"{settings['train_steps']} steps of {settings['tokens_per_step']:,} tokens"
     yield f"took {minutes(CPU)} CPU-minutes more"
     yield f"MTP ({RECORD['settings']['mtp']['train_steps']} steps) {minutes('mtp')}."
-    yield f"planned {HAND['planned_gib_to_train']} GiB to train and {HAND['planned_gib_to_decode']} to answer"
-    yield f"held {run_of(CPU)['peak_gib']}, with {HAND['cached_states_gib']} of cached states"
     yield f"torch {RECORD['settings'][H100]['torch'].partition('.0+')[0]}"
     yield HAND["h100_command"].partition("real_model.py ")[2]
     curve = {f"{point['tokens'] / 1e6:.1f}": shown(point["tau"]) for point in RECORD["training"][H100]}
@@ -143,11 +142,6 @@ def claims_of_other_prompts() -> Iterator[str]:
     for name, arm, warm in rows:
         both = (f"{read(QUESTIONS, arm, depth, temperature=warm)}" for depth in (1, 3) for read in (tau, speed))
         yield f"| {name}, {f'temperature {warm}' if warm else 'greedy'} | {' | '.join(both)} |"
-    prefill = {shown(cell(QUESTIONS, arm)["seconds_prefill"]) for arm in (CPU, "mtp")}
-    yield f"Prefill takes {''.join(prefill)} s with either head"
-    yield f"{shown(cell(QUESTIONS, 'lookup')['seconds_prefill'])} with lookup"
-    of_task = {task: format(tau(QUESTIONS, CPU, task=task), "alone") for task in ("json", "own", "code", "explain")}
-    yield "JSON {json}, the model's own questions {own}, code {code}, prose {explain}".format_map(of_task)
     yield "{prompts} prompts unlike".format_map(cell(SUITE, "none", 0))
     yield f"EAGLE-3 {tau(SUITE, CPU)}, {speed(SUITE, CPU)} times the speed"
     yield f"at one draft {tau(SUITE, CPU, 1):alone} and {speed(SUITE, CPU, 1)}"
@@ -155,8 +149,8 @@ def claims_of_other_prompts() -> Iterator[str]:
     yield f"lookup gets {tau(SUITE, 'lookup')} and {speed(SUITE, 'lookup')}"
     short, long = (cell(CONTEXTS, "none", 0, context=tokens)["prompts"] for tokens in (512, 2048))
     yield f"contexts of 512 and 2,048 tokens ({short} and {long} prompts"
-    for name, arm, alone in (("EAGLE-3", CPU, ""), ("MTP", "mtp", "alone"), ("lookup", "lookup", "")):
-        found = (format(tau(CONTEXTS, arm, context=tokens), alone) for tokens in (512, 2048))
+    for name, arm in (("EAGLE-3", CPU), ("MTP", "mtp"), ("lookup", "lookup")):
+        found = (format(tau(CONTEXTS, arm, context=tokens), "alone") for tokens in (512, 2048))
         yield f"{name} {' and '.join(found)}"
 
 
@@ -184,8 +178,31 @@ def claims_of_the_study() -> Iterator[str]:
     yield f"all {len(RECORD['comparisons'][STUDY])} pairs, four differ"
 
 
+def claims_of_long_rows() -> Iterator[str]:
+    arms = LONG_ROWS["arms"]
+    told = "from {trained_pages} pages of Python's documentation, {steps} steps of {losses:,} losses each"
+    yield told.format_map(LONG_ROWS["settings"])
+    yield "rows of 512 tokens, of 8,192"
+    yield "or of 512"
+    yield f"on {len(LONG_ROWS['pages'])} other pages"
+    yield "| 512 tokens | 2,048 | 7,000 |"
+    counted = "8,192, {positions:,} count".format_map(LONG_ROWS["settings"])
+    for name, arm in (("512", "short"), ("512, offset", "offset"), (counted, "long")):
+        yield f"| {name} | {' | '.join(str(Figure(mean, (low, high))) for mean, low, high in arms[arm]['tau'])} |"
+    for arm in ("long", "offset"):
+        mean, low, high = arms[arm]["above_short"][-1]
+        yield str(Figure(mean, (low, high)))
+
+
 def claims_of_the_page() -> list[str]:
-    return [*claims_of_the_costs(), *claims_of_the_gates(), *claims_of_other_prompts(), *claims_of_the_study()]
+    parts = (
+        claims_of_the_costs,
+        claims_of_the_gates,
+        claims_of_other_prompts,
+        claims_of_the_study,
+        claims_of_long_rows,
+    )
+    return [claim for part in parts for claim in part()]
 
 
 def claims_of_the_readme() -> list[str]:
