@@ -147,7 +147,8 @@ def measure(options: argparse.Namespace) -> None:
             file.write(json.dumps(done[-1]) + "\n")
             file.flush()
     settings = {"steps": options.steps, "losses": LOSSES, "positions": POSITIONS, "trained_pages": len(trained)}
-    summary = {"settings": settings, "arms": summarised(done), "pages": done, "environment": environment_facts()}
+    facts = {name: environment_facts()[name] for name in ("versions", "hardware")}
+    summary = {"settings": settings, "arms": summarised(done), "pages": done, "environment": facts}
     (options.out / "long_rows.json").write_text(json.dumps(summary, indent=1))
     print(json.dumps(summary, indent=1))
 
