@@ -104,7 +104,16 @@ def test_a_text_that_leaves_the_trunks_own_is_no_evidence_of_its_head() -> None:
     head = "qwen3_5"
     strayed = [one._replace(token_ids=(*one.token_ids[:-1], one.token_ids[-1] + 1)) for one in rounds_of(head)]
     assert not compare(texts_of(head), strayed, None, "float32")[1]
+    assert not compare(texts_of(head), [*rounds_of(head), strayed[3]], None, "float32")[1]
     assert not compare(texts_of(head), [], None, "float32")[1]
+
+
+def test_rounds_before_and_behind_the_expected_ones_do_not_count() -> None:
+    head = "llama/dflash"
+    rounds = rounds_of(head)
+    first, last = texts_of(head)[0], rounds[len(rounds) // 6 - 1]
+    around = [Round(tuple(first["prompt_ids"]), (1, 1, 1)), Round((*last.token_ids, *last.drafts), (1, 1, 1))]
+    assert compare(texts_of(head), around + rounds, None, "float32") == compare(texts_of(head), rounds, None, "float32")
 
 
 def test_an_engine_may_draft_in_its_own_known_wiring() -> None:
@@ -116,6 +125,28 @@ def test_an_engine_may_draft_in_its_own_known_wiring() -> None:
     ]
     assert compare(texts_of(head), rounds, "vllm", "float32")[1]
     assert not compare(texts_of(head), rounds, "llama.cpp", "float32")[1]
+
+
+def test_bf16_is_held_to_the_drafts_that_rounding_does_not_decide() -> None:
+    head = "llama/eagle"
+    decided = [count for text in texts_of(head) for count in text["wirings"][AS_TRAINED]["decided"]]
+
+    def wrong_from(place: int, most: int) -> list[Round]:
+        """Return rounds with other drafts from a place behind the decided ones on, or of these where it is negative."""
+        return [
+            one._replace(drafts=tuple(draft + (number >= count + place) for number, draft in enumerate(one.drafts)))
+            if turn < most
+            else one
+            for turn, (one, count) in enumerate(zip(rounds_of(head), decided, strict=True))
+        ]
+
+    beyond, within = wrong_from(0, len(decided)), wrong_from(-3, 3)
+    assert compare(texts_of(head), beyond, None, "bfloat16") == (
+        f"{sum(decided)} of {sum(decided)} drafts as trained",
+        True,
+    )
+    assert not compare(texts_of(head), beyond, None, "float32")[1]
+    assert not compare(texts_of(head), within, None, "bfloat16")[1]
 
 
 @pytest.mark.slow
