@@ -27,6 +27,8 @@ from witness_maker.words import NUM_TOKENS
 LAYERS, BLOCK = 2, 4
 MASK_TOKEN = NUM_TOKENS
 """A row of the embedding that no token has."""
+LEFT_OUT = ("_name_or_path", "dtype", "layer_types")
+"""Fields of the trunk's config that are not those of a drafter."""
 LAYER_TYPE = "muse_glimmer_assistant"
 """The model type of such drafters in transformers, whose layers are Qwen3's."""
 
@@ -38,7 +40,7 @@ def make_block_drafter(
     out.mkdir(parents=True)
     num_layers = len(trunk.layers)
     fields = {
-        **{name: value for name, value in trunk.config.to_dict().items() if name not in ("layer_types", "dtype")},
+        **{name: value for name, value in trunk.config.to_dict().items() if name not in LEFT_OUT},
         "num_hidden_layers": LAYERS,
         "block_size": BLOCK,
         "mask_token_id": MASK_TOKEN,
