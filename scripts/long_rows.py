@@ -68,7 +68,7 @@ Batches = Callable[[int], list[PackedSequence]]
 
 def text(options: argparse.Namespace) -> None:
     """Write the first 8,192 tokens of the help of each module that has as many; the last ones are measured on alone."""
-    tokenizer: Any = load_tokenizer(open_location(str(options.model)), False)
+    tokenizer: Any = load_tokenizer(open_location(str(options.model)))
     rows = []
     for name in MODULES.split():
         ids = tokenizer.encode(pydoc.plain(pydoc.render_doc(importlib.import_module(name))))
@@ -123,7 +123,7 @@ def at_large_positions(make: Callable[..., Batches]) -> Callable[..., Batches]:
 def measure(options: argparse.Namespace) -> None:
     """Measure the heads on each held-out page, and print the means over pages with their intervals."""
     checkpoint = open_location(str(options.model))
-    tokenizer = load_tokenizer(checkpoint, False)
+    tokenizer = load_tokenizer(checkpoint)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.bfloat16)
     heads = {}
     for arm in ARMS:
