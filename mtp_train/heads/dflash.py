@@ -4,7 +4,8 @@ The states of several trunk layers, projected to one vector for each committed t
 tokens in every layer. The block, the last committed token (the anchor) and mask tokens after it, runs through the
 layers once. Its row j gives the logits of draft j, or of draft j + 1 where the anchor's row gives the first.
 
-Shapes: B rows, T tokens of a block, S keys, N trunk layers that are read, D hidden, V vocabulary.
+Shapes: B rows, T tokens of a block, S keys, N trunk layers that are read, D hidden, V vocabulary. Of whole
+texts: T tokens of a text, P blocks in it, J tokens of a block.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from torch.nn.functional import pad
+from transformers import Cache, DynamicLayer, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import Convention, Family
@@ -126,6 +129,32 @@ class DFlashHead(Head):
                 **{CACHE: cache},
             )
         return self.module.norm(hidden_BTD)
+
+    def blocks_at(
+        self, trunk_BTD: Tensor, tokens_BT: Tensor, starts_P: Tensor, embed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the states for the logits, (B * P, J, D), of the blocks that begin at some tokens of whole texts.
+
+        Args:
+            trunk_BTD: The states of the trunk's layers, concatenated.
+            tokens_BT: int; only those at the starts are read.
+            starts_P: int, the positions of the last committed tokens, of every text.
+            embed: The trunk's embedding.
+        """
+        dtype, positions_T = self.module.fc.weight.dtype, torch.arange(trunk_BTD.shape[1], device=trunk_BTD.device)
+        cache = Cache(layers=[DynamicLayer() for _ in self.module.layers])
+        self.write_keys(self.read(trunk_BTD.to(dtype)), positions_T.expand(len(trunk_BTD), -1), cache)
+        cache.batch_repeat_interleave(len(starts_P))
+        block_NJ = pad(tokens_BT[:, starts_P].reshape(-1, 1), (0, self.block_size - 1), value=self.mask_token)
+        first_N1 = starts_P.repeat(len(trunk_BTD))[:, None]
+        places_NJ = first_N1 + torch.arange(self.block_size, device=trunk_BTD.device)
+        # All keys before a block, and those of the block itself.
+        keys_NS = torch.cat([torch.where(positions_T < first_N1, positions_T, -1), places_NJ], dim=1)
+        masks = {
+            kind: self.mask(kind, places_NJ[:, None, :, None], keys_NS[:, None, None])
+            for kind in {*self.config.layer_types}
+        }
+        return self.denoise(embed(block_NJ).to(dtype), places_NJ, masks, cache)
 
     def correcting(self, states_BTD: Tensor, anchor_B1: Tensor) -> Correct:
         """Return what a drafter computes of a block's logits once the tokens before a draft are chosen.

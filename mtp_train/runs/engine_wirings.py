@@ -19,7 +19,6 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, DynamicLayer
 
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.block_drafter import BlockDrafting
@@ -155,20 +154,9 @@ def _block_logits(
     trunk: Trunk, head: Any, logits: Logits, read_1TD: Tensor, ahead_T: Tensor, starts_N: Tensor
 ) -> Iterator[Tensor]:
     """Yield the logits (N, V) of each draft of the blocks that begin at the starts, run together."""
-    num_tokens, weight = read_1TD.shape[1], head.module.fc.weight
-    positions_T = torch.arange(num_tokens, device=ahead_T.device)
-    cache = Cache(layers=[DynamicLayer() for _ in head.module.layers])
-    head.write_keys(head.read(read_1TD.to(weight.dtype)), positions_T[None], cache)
-    for layer in cache.layers:
-        layer.keys, layer.values = (one.expand(len(starts_N), -1, -1, -1) for one in (layer.keys, layer.values))
-    block_NJ = pad(ahead_T[starts_N][:, None], (0, head.block_size - 1), value=head.mask_token)
-    places_NJ = starts_N[:, None] + torch.arange(head.block_size, device=ahead_T.device)
-    # All keys before a block, and those of the block itself.
-    keys_NS = torch.cat([torch.where(positions_T < starts_N[:, None], positions_T, -1), places_NJ], dim=1)
-    places_N1J1, keys_N11S = places_NJ[:, None, :, None], keys_NS[:, None, None]
-    masks = {kind: head.mask(kind, places_N1J1, keys_N11S) for kind in {*head.config.layer_types}}
-    state_NJD = head.denoise(trunk.embed(block_NJ).to(weight.dtype), places_NJ, masks, cache)
-    correct = head.correcting(state_NJD, block_NJ[:, :1])
+    num_tokens = read_1TD.shape[1]
+    state_NJD = head.blocks_at(read_1TD, ahead_T[None], starts_N, trunk.embed)
+    correct = head.correcting(state_NJD, ahead_T[starts_N][:, None])
     for ahead in range(len(ahead_T) - num_tokens):
         row = head.first_row + ahead
         logits_N1V = head.project(1, state_NJD[:, row : row + 1], logits)

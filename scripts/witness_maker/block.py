@@ -1,6 +1,6 @@
 """Make a DFlash drafter for a trunk and train it briefly on a chain.
 
-Shapes: B texts, T tokens, N blocks, J tokens of a block, S keys, V vocabulary.
+Shapes: B texts, T tokens, P blocks of a text, N = B * P, J tokens of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import CONFIG_MAPPING, AutoModel, Cache, DynamicLayer
+from transformers import CONFIG_MAPPING, AutoModel
 
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.writing import write_json
@@ -69,22 +69,9 @@ def _save(tensors: dict[str, Tensor], out: Path) -> None:
 
 
 def _loss(trunk: Trunk, head: Any, tokens_BT: Tensor) -> Tensor:
-    """Return the cross-entropy of the blocks after every other token, (B * N, J - 1), mean."""
-    num_texts, num_tokens = tokens_BT.shape
-    read_BTD = head.read(trunk.head_input(trunk.hidden(tokens_BT), head.convention))
-    starts_N = torch.arange(1, num_tokens - BLOCK + 1, 2)
-    cache = Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
-    places_T = torch.arange(num_tokens)
-    head.write_keys(read_BTD, places_T.expand_as(tokens_BT), cache)
-    for layer in cache.layers:
-        layer.keys, layer.values = (one.repeat_interleave(len(starts_N), dim=0) for one in (layer.keys, layer.values))
-    places_NJ = (starts_N[:, None] + torch.arange(BLOCK)).repeat(num_texts, 1)
-    blocks_NJ = tokens_BT.repeat_interleave(len(starts_N), dim=0).gather(1, places_NJ)
-    masked_NJ = blocks_NJ.clone()
-    masked_NJ[:, 1:] = MASK_TOKEN
-    keys_NS = torch.cat([torch.where(places_T < places_NJ[:, :1], places_T, -1), places_NJ], dim=1)
-    masks = {
-        kind: head.mask(kind, places_NJ[:, None, :, None], keys_NS[:, None, None]) for kind in head.config.layer_types
-    }
-    states_NJD = head.denoise(trunk.embed(masked_NJ), places_NJ, masks, cache)
-    return cross_entropy(trunk.project(states_NJD[:, 1:]).flatten(0, 1), blocks_NJ[:, 1:].flatten())
+    """Return the cross-entropy of the blocks after every other token, mean."""
+    read_BTD = trunk.head_input(trunk.hidden(tokens_BT), head.convention)
+    starts_P = torch.arange(1, tokens_BT.shape[1] - BLOCK + 1, 2)
+    states_NJD = head.blocks_at(read_BTD, tokens_BT, starts_P, trunk.embed)
+    targets_BPJ = tokens_BT[:, starts_P[:, None] + torch.arange(1, BLOCK)]
+    return cross_entropy(trunk.project(states_NJD[:, 1:]).flatten(0, 1), targets_BPJ.flatten())
