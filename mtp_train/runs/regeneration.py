@@ -77,11 +77,13 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     task = progress.add_task("regenerating responses", total=None)
     run.forecast.begin("answering")
 
-    def on_progress(done: int, total: int, answered: int = 0, tokens: int = 0) -> None:
+    def on_served(done: int, total: int) -> None:
         progress.update(task, completed=done, total=total)
-        if settings.endpoint is not None:
-            run.forecast.update(done, total - done)
-        elif answered:
+        run.forecast.update(done, total - done)
+
+    def on_decoded(done: int, total: int, answered: int, tokens: int) -> None:
+        progress.update(task, completed=done, total=total)
+        if answered:
             run.forecast.wrote(tokens, answered, total - done, accelerator.num_processes)
 
     answering = Answering(
@@ -93,9 +95,9 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, store, answering, rows, on_progress)
+        answer_by_decoder(run, store, answering, rows, on_decoded)
     else:
-        said = _answered_by_server(run, settings, store, answering, on_progress, is_shared=is_shared)
+        said = _answered_by_server(run, settings, store, answering, on_served, is_shared=is_shared)
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -113,7 +115,7 @@ def _answered_by_server(
     settings: RegenerateSpec,
     store: RegeneratedStore,
     answering: Answering,
-    on_progress: Callable[..., None],
+    on_progress: Callable[[int, int], None],
     *,
     is_shared: bool,
 ) -> str:
@@ -158,7 +160,7 @@ def answer_by_decoder(
     store: RegeneratedStore,
     answering: Answering,
     batch_size: int,
-    on_progress: Callable[..., None],
+    on_batch: Callable[[int, int, int, int], object],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
     # Without copied responses: a batch with one missing response is decoded whole.
@@ -176,7 +178,7 @@ def answer_by_decoder(
         lambda requests: [result.token_ids for result in decoder.generate(requests)],
         answering,
         batch_size=batch_size,
-        on_batch=on_progress,
+        on_batch=on_batch,
     )
 
 
@@ -226,7 +228,7 @@ def answer_by_server(
     settings: RegenerateSpec,
     store: RegeneratedStore,
     answering: Answering,
-    on_progress: Callable[..., None],
+    on_progress: Callable[[int, int], None],
     judge: Judge,
 ) -> str:
     """Generate the responses to this process's prompts on the recipe's server.

@@ -210,7 +210,7 @@ def _probed(
     answers = load_recipe(settings, changes).data.regenerate is not None
     short = {field: value for field, value in SHORT.items() if answers or not field.startswith("data.regenerate.")}
     recipe, choices = resolved_recipe(settings, [*changes, *override_texts(short)])
-    own = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
+    own = stages_of(recipe, open_trunk(recipe), local_device().type)
     forecast = Forecast([Stage("comparing", "comparing"), *own, *later], console)
     forecast.begin("comparing")
     found = _compare(recipe, donor, place / COMPARISON, console, accelerator)
@@ -416,7 +416,7 @@ def rescue(
         raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
     console, forecast = console or Console(quiet=True), None
     if accelerator.made_by_main(partial(_begins_with_probe, recipe, choices)):
-        later = stages_of(recipe, open_location(recipe.model.trunk), local_device().type)
+        later = stages_of(recipe, open_trunk(recipe), local_device().type)
         found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, accelerator, later)
         # Without the command that the probe proposes: the rescue goes on by itself.
         console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)

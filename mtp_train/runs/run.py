@@ -79,7 +79,7 @@ class Run(RunContext):
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
 
     def settle(self, choices: Sequence[Choice]) -> None:
-        """Set fields that were ``auto`` in the recipe and in its record, and print why."""
+        """Set fields that were ``auto`` in the recipe and in its record, and print them."""
         self.recipe = self.recipe.replaced({one.field: one.value for one in choices})
         if self.is_main:
             self.directory.record_recipe(self.recipe)
