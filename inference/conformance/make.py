@@ -23,6 +23,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
+from run import AS_TRAINED, EXPECTED
+
 from engines.launch import ENGINES, EngineUnderTest
 from engines.ours import Subject, decode, load_subject
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
@@ -36,7 +38,6 @@ DEPTH, NUM_TEXTS, PROMPT_TOKENS, NEW_TOKENS, MOST_PROMPTS = 3, 6, 12, 20, 100
 SEED, NUM_ROUNDED = 0, 4
 MOVE = 2.0**-6
 """Standard deviation, relative, of the moves: four times the largest error of rounding to bf16."""
-AS_TRAINED = "as trained"
 WIRINGS = {AS_TRAINED: "transformers", "vllm": "vllm", "sglang": "sglang", "llama.cpp": "llama.cpp"}
 """Names of wirings to engines that draft in them; ``transformers`` drafts as in training."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -89,7 +90,7 @@ def main() -> None:
             path = head or out / name
             texts = expected(open_checkpoint(out / name), head)
             content = {"depth": DEPTH, "texts": texts}
-            (path / "expected.json").write_text(json.dumps(content), encoding="utf-8")
+            (path / EXPECTED).write_text(json.dumps(content), encoding="utf-8")
             print(f"{path.relative_to(out)}: {len(texts)} texts", flush=True)
 
 

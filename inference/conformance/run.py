@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "scripts"))
 
 from engines.launch import ENGINES, PROGRAMS, EngineProgramError, run_program  # noqa: E402 - from the added path
+from engines.traces import Text, read_texts  # noqa: E402
 
 AS_TRAINED = "as trained"
 EXPECTED = "expected.json"
@@ -34,7 +35,7 @@ SPLIT_LIKE = "qwen2"
 """The tokenizer of llama.cpp that splits the texts into the same words."""
 
 
-class Round(NamedTuple):
+class Drafted(NamedTuple):
     """The tokens before a round, the prompt and what was committed, and its drafts."""
 
     token_ids: tuple[int, ...]
@@ -84,8 +85,27 @@ def judged(name: str, arguments: argparse.Namespace) -> bool:
     return is_right
 
 
+def known_drafts(
+    texts: Sequence[Mapping[str, Any]], engine: str | None, dtype: str
+) -> dict[str, dict[tuple[int, ...], list[int]]]:
+    """Return the expected drafts by the tokens before them, as trained and in an engine's own wiring if it has one.
+
+    Args: As for :func:`compare`.
+    """
+    own = {engine} & {wiring for text in texts for wiring in text["wirings"]}
+    known: dict[str, dict[tuple[int, ...], list[int]]] = {wiring: {} for wiring in (AS_TRAINED, *own)}
+    for wiring, found in known.items():
+        for text in texts:
+            ids, start = (*text["prompt_ids"], *text["token_ids"]), len(text["prompt_ids"]) + 1
+            # A text for which two wirings draft alike has only one of them.
+            one = text["wirings"].get(wiring, text["wirings"][AS_TRAINED])
+            for place, (drafts, count) in enumerate(zip(one["drafts"], one["decided"], strict=True), start):
+                found[ids[:place]] = drafts if dtype == "float32" else drafts[:count]
+    return known
+
+
 def compare(
-    texts: Sequence[Mapping[str, Any]], rounds: Iterable[Round], engine: str | None, dtype: str
+    texts: Sequence[Mapping[str, Any]], rounds: Iterable[Drafted], engine: str | None, dtype: str
 ) -> tuple[str, bool]:
     """Return the verdict on an engine's rounds, and whether it drafts as in training, or as it is known to.
 
@@ -95,14 +115,7 @@ def compare(
         engine: Its name, for the wiring that it is known to have.
         dtype: Its dtype. In bf16 only the drafts count that rounding does not decide.
     """
-    known: dict[str, dict[tuple[int, ...], list[int]]] = {AS_TRAINED: {}}
-    for text in texts:
-        ids, start = (*text["prompt_ids"], *text["token_ids"]), len(text["prompt_ids"]) + 1
-        # A text for which two wirings draft alike has only one of them.
-        for wiring in (AS_TRAINED, *({engine} & {name for one in texts for name in one["wirings"]})):
-            one = text["wirings"].get(wiring, text["wirings"][AS_TRAINED])
-            for place, (drafts, count) in enumerate(zip(one["drafts"], one["decided"], strict=True), start):
-                known.setdefault(wiring, {})[ids[:place]] = drafts if dtype == "float32" else drafts[:count]
+    known = known_drafts(texts, engine, dtype)
     total, equal, first = dict.fromkeys(known, 0), dict.fromkeys(known, 0), ""
     whole = [(*text["prompt_ids"], *text["token_ids"]) for text in texts]
     left = 0
@@ -128,13 +141,13 @@ def compare(
     return f"{said}{'' if is_right else first}", is_right
 
 
-def rounds_of_file(path: Path) -> list[Round]:
+def rounds_of_file(path: Path) -> list[Drafted]:
     """Return the rounds of a file with one a line."""
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [Round(tuple(row["token_ids"]), tuple(row["drafts"])) for row in rows]
+    return [Drafted(tuple(row["token_ids"]), tuple(row["drafts"])) for row in rows]
 
 
-def rounds_of_engine(name: str, expected: Mapping[str, Any], arguments: argparse.Namespace) -> list[Round]:
+def rounds_of_engine(name: str, expected: Mapping[str, Any], arguments: argparse.Namespace) -> list[Drafted]:
     """Decode the prompts with an engine and return its rounds."""
     trunk, *draft = name.split("/")
     work, texts = arguments.work / name, expected["texts"]
@@ -156,14 +169,17 @@ def rounds_of_engine(name: str, expected: Mapping[str, Any], arguments: argparse
             files["draft_file"] = converted(HERE / name, work / "draft.gguf", arguments, of_trunk=HERE / trunk)
         job |= {name: str(path.resolve()) for name, path in {"binary": arguments.binary, **files}.items()}
     document = run_program(ENGINES[arguments.engine], arguments.python, job, work)
-    rounds = []
-    for text, found in zip(texts, document["texts"], strict=True):
-        token_ids = tuple(text["prompt_ids"])
-        for one in found:
-            if one["drafts"]:
-                rounds.append(Round(token_ids, tuple(one["drafts"])))
-            token_ids += tuple(one["committed"])
-    return rounds
+    return drafted_in(read_texts(document, job["prompts"]))
+
+
+def drafted_in(texts: Iterable[Text]) -> list[Drafted]:
+    """Return the rounds of texts that have drafts."""
+    return [
+        Drafted((*text.prompt_ids, *text.token_ids[:start]), one.drafts)
+        for text in texts
+        for start, one in zip(text.starts, text.rounds, strict=True)
+        if one.drafts
+    ]
 
 
 def converted(model: Path, out: Path, arguments: argparse.Namespace, of_trunk: Path | None = None) -> Path:

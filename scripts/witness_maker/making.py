@@ -95,8 +95,8 @@ def make_witness(
             _choose_always(module, shape.always_chosen, generator)
     chain = Chain.one_cycle(len(WORDS), NOISE, generator)
     loss = train([trunk, head], partial(chained_loss, trunk, head), chain, num_steps, generator)
-    for weight_VD in [] if head.reads_keys else head.own_lm_heads(shape.num_modules) or []:
-        weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
+    if not head.reads_keys:
+        _give_lm_heads(trunk, head, shape.num_modules, generator)
     spoiling, right = spoil(trunk, head, chain, generator)
     if kind == "mtp":
         save(trunk, head, shape, directory)
@@ -139,6 +139,12 @@ def _choose_always(module: nn.Module, number: int, generator: torch.Generator) -
             half = len(bias_E) // 2
             start = half * int(torch.randint(2, (), generator=generator))
             bias_E[start + torch.randperm(half, generator=generator)[:number]] += MORE_THAN_SCORES
+
+
+def _give_lm_heads(trunk: Trunk, head: Head, num_modules: int, generator: torch.Generator) -> None:
+    """Set a head's own output matrices, if it has any, to the trunk's with a little noise."""
+    for weight_VD in head.own_lm_heads(num_modules) or []:
+        weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
 
 
 def spoil(trunk: Trunk, head: Head, chain: Chain, generator: torch.Generator) -> tuple[float, float]:
@@ -259,8 +265,7 @@ def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int
     trunk.show_to(head)
     stir(head, generator)
     loss = train([head], partial(chained_loss, trunk, head), chain, num_steps, generator)
-    for weight_VD in head.own_lm_heads(shape.num_modules) or []:
-        weight_VD.data.copy_(trunk.lm_head_VD).add_(_noise_like(weight_VD, generator), alpha=SMALL)
+    _give_lm_heads(trunk, head, shape.num_modules, generator)
     spoil(trunk, head, chain, generator)
     write_draft_checkpoint(checkpoint, _artifact(checkpoint, head, shape, None), head.config, out)
     return loss

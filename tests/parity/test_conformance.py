@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.run import AS_TRAINED, HERE, Round, compare
+from conformance.run import AS_TRAINED, EXPECTED, HERE, Drafted, compare, drafted_in
 from engines.ours import decode, load_subject
 from mtp_train import probe_drafts
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.runs.engine_wirings import OURS
 
-HEADS = sorted(str(path.parent.relative_to(HERE)) for path in HERE.rglob("expected.json"))
+HEADS = sorted(str(path.parent.relative_to(HERE)) for path in HERE.rglob(EXPECTED))
 DRAFT_MODELS = [head for head in HEADS if "/" in head]
 
 
 def texts_of(head: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((HERE / head / "expected.json").read_text())["texts"]
+    found: list[dict[str, Any]] = json.loads((HERE / head / EXPECTED).read_text())["texts"]
     return found
 
 
-def rounds_of(head: str) -> list[Round]:
+def rounds_of(head: str) -> list[Drafted]:
     """Return the expected rounds after every token of every text."""
     return [
-        Round((*text["prompt_ids"], *text["token_ids"][:place]), tuple(drafts))
+        Drafted((*text["prompt_ids"], *text["token_ids"][:place]), tuple(drafts))
         for text in texts_of(head)
         for place, drafts in enumerate(text["wirings"][AS_TRAINED]["drafts"], start=1)
     ]
@@ -56,11 +56,8 @@ def test_our_decoder_makes_the_expected_drafts(head: str) -> None:
     subject.trunk.show_to(subject.head)
     prompts, num_tokens = [text["prompt_ids"] for text in texts], len(texts[0]["token_ids"])
     decoded = decode(subject, prompts, depth=3, max_new_tokens=num_tokens, eos_ids=(), leading_row=False)
-    rounds = []
-    for text in decoded:
-        for start, one in zip(text.starts, text.rounds, strict=True):
-            rounds.append(Round((*text.prompt_ids, *text.token_ids[:start]), one.drafts))
-    said, is_right = compare(texts, [one for one in rounds if one.drafts], None, "float32")
+    rounds = drafted_in(decoded)
+    said, is_right = compare(texts, rounds, None, "float32")
     assert is_right, said
     assert len(rounds) > 2 * len(texts)
 
@@ -112,14 +109,14 @@ def test_rounds_before_and_behind_the_expected_ones_do_not_count() -> None:
     head = "llama/dflash"
     rounds = rounds_of(head)
     first, last = texts_of(head)[0], rounds[len(rounds) // 6 - 1]
-    around = [Round(tuple(first["prompt_ids"]), (1, 1, 1)), Round((*last.token_ids, *last.drafts), (1, 1, 1))]
+    around = [Drafted(tuple(first["prompt_ids"]), (1, 1, 1)), Drafted((*last.token_ids, *last.drafts), (1, 1, 1))]
     assert compare(texts_of(head), around + rounds, None, "float32") == compare(texts_of(head), rounds, None, "float32")
 
 
 def test_an_engine_may_draft_in_its_own_known_wiring() -> None:
     head = "gemma4/assistant"
     rounds = [
-        Round((*text["prompt_ids"], *text["token_ids"][:place]), tuple(drafts))
+        Drafted((*text["prompt_ids"], *text["token_ids"][:place]), tuple(drafts))
         for text in texts_of(head)
         for place, drafts in enumerate(text["wirings"]["vllm"]["drafts"], start=1)
     ]
@@ -131,7 +128,7 @@ def test_bf16_is_held_to_the_drafts_that_rounding_does_not_decide() -> None:
     head = "llama/eagle"
     decided = [count for text in texts_of(head) for count in text["wirings"][AS_TRAINED]["decided"]]
 
-    def wrong_from(place: int, most: int) -> list[Round]:
+    def wrong_from(place: int, most: int) -> list[Drafted]:
         """Return rounds with other drafts from a place behind the decided ones on, or of these where it is negative."""
         return [
             one._replace(drafts=tuple(draft + (number >= count + place) for number, draft in enumerate(one.drafts)))
