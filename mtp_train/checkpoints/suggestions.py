@@ -18,6 +18,11 @@ def graft_command(finetune: str, base: str) -> str:
     return shlex.join(["mtp-train", "graft", finetune, "--from", base, "--out", grafted_name(finetune)])
 
 
+def serve_as_it_is(checkpoint: str) -> str:
+    """Return what to do with a checkpoint whose own head is the better one."""
+    return f"serve {checkpoint} as it is"
+
+
 def grafted_name(finetune: str) -> str:
     return output_of(finetune, "-mtp")
 

@@ -16,7 +16,13 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.checkpoints.files import Checkpoint, JsonObject
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
-from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name, judge_command
+from mtp_train.checkpoints.suggestions import (
+    evaluate_command,
+    graft_command,
+    grafted_name,
+    judge_command,
+    serve_as_it_is,
+)
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import left_out
@@ -214,14 +220,16 @@ def advised(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell], no
         return verdict
     if baseline == PLAIN and verdict.settings:
         return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
-    donor, adapter = recipe.model.head_from, recipe.model.adapter
-    if baseline != GRAFT or donor is None:
+    trunk, donor, adapter = recipe.model.trunk, recipe.model.head_from, recipe.model.adapter
+    if baseline == NATIVE or (baseline == GRAFT and donor == trunk):
+        better = serve_as_it_is(trunk)
+    elif baseline != GRAFT or donor is None:
         return verdict
-    if head_directory(donor) is not None or recipe.kind.has_file:
+    elif head_directory(donor) is not None or recipe.kind.has_file:
         # No command grafts a head without a trunk.
         better = donor
     else:
-        better = graft_command(recipe.model.trunk, donor) if adapter is None else merge_command(donor, adapter)
+        better = graft_command(trunk, donor) if adapter is None else merge_command(donor, adapter)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 

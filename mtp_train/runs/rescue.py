@@ -39,7 +39,13 @@ from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
-from mtp_train.checkpoints.suggestions import graft_command, inspect_command, output_of, retrain_command
+from mtp_train.checkpoints.suggestions import (
+    graft_command,
+    inspect_command,
+    output_of,
+    retrain_command,
+    serve_as_it_is,
+)
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
@@ -229,6 +235,8 @@ def _probed(
     command = retrain_command(tuned, donor, paths, override_texts(overrides))
     if verdict == "fault":
         command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
+    elif verdict == "graft" and donor == tuned:
+        command = serve_as_it_is(tuned)
     elif verdict == "graft" and not is_lone(donor):
         command = graft_command(tuned, donor) if recipe.model.adapter is None else merge_command(donor, tuned)
     forecast.number = len(own)

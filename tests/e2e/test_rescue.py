@@ -156,6 +156,13 @@ def test_the_command_that_is_proposed_for_an_adapter_runs(varied: Path, monkeypa
     assert main(words) == 0
 
 
+def test_a_head_that_fits_its_own_trunk_is_served_as_it_is(varied: Path, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(rescue_module, "LEAST_TAU", 1.0)
+    monkeypatch.setattr(rescue_module, "judge", lambda found: ("graft", "said"))
+    found = mtp.probe(varied / "base", varied / "base", "found", data=[varied / "chats.jsonl"])
+    assert found.command == f"serve {varied / 'base'} as it is"
+
+
 def test_a_probe_from_before_is_not_made_again(inputs: Path, capfd: Capture) -> None:
     tuned = (inputs / "finetune").rename(inputs / "mine")
     out = inputs / "mine-rescued"

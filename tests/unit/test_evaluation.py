@@ -98,12 +98,18 @@ def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one
     assert verdict.reason.endswith("mtp-train graft in/finetune --from in/base --out finetune-mtp")
 
 
-def test_other_baselines_have_no_command_to_name() -> None:
-    native = recipe(head__init="native", model__head_from=None, evaluate__arms=["none", "native", "retrained"])
-    verdict = judge(native, runs(WEAK, STRONG, "native"))
-    assert (verdict.passed, verdict.baseline) == (False, "native")
-    assert "(native)" in verdict.reason
-    assert "mtp-train" not in verdict.reason
+@pytest.mark.parametrize(
+    ("fields", "baseline"),
+    [
+        ({"head__init": "native", "model__head_from": None, "evaluate__arms": ["none", "native", "retrained"]}, "native"),
+        ({"model__head_from": "in/finetune"}, "graft"),
+    ],
+)
+def test_where_the_trunks_own_head_is_no_worse_it_is_served_as_it_is(fields: dict[str, Any], baseline: str) -> None:
+    verdict = judge(recipe(**fields), runs(WEAK, STRONG, baseline))
+    assert (verdict.passed, verdict.baseline) == (False, baseline)
+    assert f"({baseline})" in verdict.reason
+    assert verdict.reason.endswith("serve in/finetune as it is")
 
 
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])
