@@ -16,16 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mtp_train.errors import RecipeError, one_line
-from mtp_train.recipe.json_schema import (
-    Node,
-    describe,
-    dotted,
-    held_section,
-    not_null,
-    schema_tree,
-    shown,
-    walk_fields,
-)
+from mtp_train.recipe.json_schema import dotted, sections, shown
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import CONTRADICTION
 from mtp_train.recipe.shipped import recipe_names, recipe_path
@@ -203,56 +194,25 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def _worded(error: ErrorDetails) -> Iterator[str]:
-    kind = error["type"]
-    loc = error["loc"]
-    value = error["input"]
-    context = error.get("ctx", {})
-    path = reduce(dotted, loc, "")
+    kind, context = error["type"], error.get("ctx", {})
+    path = reduce(dotted, error["loc"], "")
     if kind == CONTRADICTION:
         yield from (dotted(path, problem) for problem in context["problems"])
     elif kind == "extra_forbidden":
-        yield _unknown(path, _node_at(loc[:-1]))
+        yield _unknown(path, reduce(dotted, (name for name in error["loc"][:-1] if isinstance(name, str)), ""))
     elif kind == "missing":
-        yield f"{path}: missing; expected {_expected(_node_at(loc))}. Add it."
+        yield f"{path}: missing; expected a value. Add it."
     # pydantic counts only valid items: it also calls a list with wrong items too short.
-    elif kind != "too_short" or len(value) < context["min_length"]:
-        node = _node_at(loc)
-        yield f"{path or 'recipe'}: {shown(value)}; expected {_expected(node)}. {_hint(path, value, node)}"
+    elif kind != "too_short" or len(error["input"]) < context["min_length"]:
+        expected = re.sub(r"^\w+ should( be| have)?", "expected", error["msg"])
+        yield f"{path or 'recipe'}: {shown(error['input'])}; {expected}. Correct it."
 
 
-def _node_at(loc: Sequence[int | str]) -> Node:
-    """Return the schema of the field at a location of pydantic."""
-    node = schema_tree()
-    for step in loc:
-        inner = not_null(node)
-        if isinstance(step, int):
-            node = inner["items"]
-        else:
-            node = inner["properties"][step] if "properties" in inner else inner["additionalProperties"]
-    return node
-
-
-def _expected(node: Node) -> str:
-    inner = not_null(node)
-    return f"a section with the fields {', '.join(inner['properties'])}" if "properties" in inner else describe(node)
-
-
-def _hint(path: str, value: object, node: Node) -> str:
-    inner = not_null(node)
-    if near := difflib.get_close_matches("none" if value is None else str(value), inner.get("enum", ()), n=1):
-        return f"Did you mean {near[0]}?"
-    if "items" in inner and isinstance(value, str) and held_section(inner)[0] is None:
-        return f"Write {path}: [{value}]."
-    if inner.get("type") == "string" and isinstance(value, bool | int | float):
-        return f"Put it in quotes: {str(value)!r}."
-    return f"Correct it, or leave it out for {shown(node['default'])}." if "default" in node else "Correct it."
-
-
-def _unknown(path: str, section: Node) -> str:
+def _unknown(path: str, section: str) -> str:
     within, _, key = path.rpartition(".")
-    names = list(not_null(section)["properties"])
-    near = [dotted(within, name) for name in difflib.get_close_matches(key, names, n=1)]
-    meant = [path for path, _ in walk_fields(schema_tree()) if path.endswith(f".{key}")] or near
-    expected = f"a field of {within or 'the recipe'}" if meant else f"one of {', '.join(names)}"
+    fields = {where: list(one.model_fields) for where, one in sections()}
+    near = [dotted(within, name) for name in difflib.get_close_matches(key, fields[section], n=1)]
+    meant = [dotted(where, key) for where, names in fields.items() if key in names] or near
+    expected = f"a field of {within or 'the recipe'}" if meant else f"one of {', '.join(fields[section])}"
     hint = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
     return f"{path}: unknown; expected {expected}. {hint}"

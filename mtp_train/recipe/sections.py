@@ -92,8 +92,9 @@ class _OneOf:
         return {"enum": list(self.choices()), "type": "string"}
 
     def _check(self, value: str) -> str:
-        if value not in self.choices():
-            raise PydanticCustomError("literal_error", "not one of the choices")
+        choices = self.choices()
+        if value not in choices:
+            raise PydanticCustomError("literal_error", "Input should be one of {all}", {"all": ", ".join(choices)})
         return value
 
 

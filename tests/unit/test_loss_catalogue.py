@@ -48,7 +48,7 @@ def test_a_head_learns_by_it(brier: str, tmp_path: Path) -> None:
 
 def test_a_recipe_names_it_in_its_choices(brier: str) -> None:
     choices = "one of auto, ce, kl, reverse_kl, tv, lk, e2e_tv, brier"
-    with pytest.raises(RecipeError, match=rf"^objective\.loss: 'brief'; expected {choices}\. Did you mean brier\?"):
+    with pytest.raises(RecipeError, match=rf"^objective\.loss: 'brief'; expected {choices}\. "):
         recipe(objective__loss="brief")
 
 
