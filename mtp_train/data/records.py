@@ -17,8 +17,6 @@ from mtp_train.errors import DataError, UnsupportedRecordError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-MAX_NESTING = 64
-"""Most levels of lists and objects in a record. Deeper ones exhaust the stack of those who walk them."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 """Columns with what a record refers to beside its text. Tokens of the text alone would not be those that are served."""
 
@@ -142,6 +140,8 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
         UnsupportedRecordError: A message has image, audio or other parts that are not text.
         DataError: A value is of another type than its column has.
     """
+    # All of them at once: templates may write any field of a message.
+    _require_unicode(json.dumps(values, ensure_ascii=False, default=str), "a value", where)
     if "text" in values:
         return PlainText(parse_text(values["text"], "text", where).strip("\n"))
     prompt, response = values.get("prompt"), values.get("response")
@@ -166,36 +166,6 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     return Chat(({"role": "system", "content": parse_text(system, "system", where)}, *chat.messages), variables)
 
 
-def parsed_json(text: str) -> Any:
-    """Parse JSON of at most ``MAX_NESTING`` levels.
-
-    Raises:
-        ValueError: The text is not JSON in UTF-8, or is nested deeper.
-    """
-    require_utf8(text)
-    # A document is a list of records: one more level.
-    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level: list[Any] = [[value]]
-    for _ in range(MAX_NESTING + 2):
-        members = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [child for some in members for child in some if isinstance(child, (dict, list))]
-        if not level:
-            return value
-    raise ValueError(too_deep)
-
-
-def require_utf8(text: str) -> None:
-    """Raise a ValueError for text that was no UTF-8, which is read with surrogates in the place of its bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not UTF-8") from None
-
-
 def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a record's ``chat_template_kwargs`` and ``tools``, each of which may be JSON text."""
     given = json_or_text(_without_nulls(values.get("chat_template_kwargs")))
@@ -204,10 +174,7 @@ def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
     tools = json_or_text(_without_nulls(values.get("tools")))
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise _refused(where, f"tools are {_shown(tools)}", "a list of objects, or its JSON text")
-    found = {**(given or {}), **({"tools": tools} if tools else {})}
-    if found:
-        _require_unicode(json.dumps(found, ensure_ascii=False, default=str), "tools or chat_template_kwargs", where)
-    return found
+    return {**(given or {}), **({"tools": tools} if tools else {})}
 
 
 def parse_messages(value: object, where: str) -> Chat:
@@ -268,12 +235,7 @@ def _parse_message(value: object, where: str) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
-    message["content"] = _text_of(message.get("content"), where)
-    _require_unicode(message["content"], "content", where)
-    if len(message) > 2:
-        # Templates may write further fields.
-        _require_unicode(json.dumps(message, ensure_ascii=False, default=str), "the message", where)
-    return message
+    return {**message, "content": _text_of(message.get("content"), where)}
 
 
 def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
@@ -299,8 +261,8 @@ def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def json_or_text(value: object) -> Any:
     """Return the value of JSON text; anything else, text that is no JSON included, as it is."""
     try:
-        return parsed_json(value) if isinstance(value, str) else value
-    except ValueError:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
         return value
 
 

@@ -1,14 +1,15 @@
 """Read records from local files or a dataset of the hub.
 
-JSON, CSV and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and does
-not tell which file a paragraph is from. Everything else goes through the builders of ``datasets``. :func:`load_records`
-returns checked records, :func:`load_rows` plain rows.
+Local JSON, CSV and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and
+does not tell which file a paragraph is from. Everything else goes through the builders of ``datasets``.
+:func:`load_records` returns checked records, :func:`load_rows` plain rows.
 """
 
 from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
 import logging
 import lzma
@@ -18,16 +19,14 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import datasets
 import fsspec
 from datasets.config import DATASET_INFO_FILENAME, DATASET_STATE_JSON_FILENAME, DATASETDICT_JSON_FILENAME
-from datasets.packaged_modules.json.json import Json as JsonBuilder
 
 from mtp_train.data.records import (
     Chat,
@@ -35,14 +34,11 @@ from mtp_train.data.records import (
     PlainText,
     Record,
     content_group,
-    json_or_text,
     parse_content,
     parse_text,
-    parsed_json,
     require_text_only,
-    require_utf8,
 )
-from mtp_train.errors import DataError, UnsupportedRecordError
+from mtp_train.errors import DataError, UnsupportedRecordError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +57,9 @@ UNREADABLE = (
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .csv, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
-TEXT_BLOCK_CHARS = 1 << 20
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+LONGEST_CELL = 1 << 30
+"""Characters of a cell of a CSV table. A document may be longer than the limit that the module starts with."""
+KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_response": ("prompt", "response"),
@@ -84,6 +81,8 @@ QUESTION_AND_ANSWER = {
 KNOWN_COLUMNS = (
     "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
 )
+
+_NOT_SPACE = re.compile(r"\S")
 
 Row = dict[str, Any]
 Given = TypeVar("Given")
@@ -129,7 +128,7 @@ def load_records(
     if not chosen:
         raise DataError(
             f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. "
-            f"{_naming(next(iter(rows))[0], name.partition(' ')[0])}"
+            f"{_naming(rows[0][0], name.partition(' ')[0])}"
         )
     if group_field is not None and group_field not in names:
         raise DataError(
@@ -212,50 +211,28 @@ class _Source(NamedTuple):
         """The id on the hub, or the path."""
         return Path(self.path).expanduser()
 
-    def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
-        """Return the column names and the rows, some of which are decoded only when they are asked for.
+    def read(self) -> tuple[list[str], list[OwnedRow]]:
+        """Return the column names and the rows, every row with all columns.
 
         Raises:
             DataError: The source cannot be read, or is empty.
         """
-        with self._unreadable_is_named():
-            by_split = self._files_by_split()
-            names, rows = self._read_table() if by_split is None else self._read_files(by_split)
-        if not names:
-            raise DataError(f"{self.name}: no record; expected at least one. Remove the source, or check its split.")
-        return names, self._decoded(rows)
-
-    def _decoded(self, rows: Iterable[OwnedRow]) -> Iterator[OwnedRow]:
-        with self._unreadable_is_named():
-            yield from rows
-
-    @contextmanager
-    def _unreadable_is_named(self) -> Iterator[None]:
-        """Raise a DataError for a source that cannot be read; it names the file, and the line where it is known."""
         try:
-            yield
+            by_split = self._files_by_split()
+            rows = self._table_rows() if by_split is None else self._rows_of_files(by_split)
         except UNREADABLE as error:
             cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-            name, files = self.name, self.files
-            if files is None:
-                raise DataError(
-                    f"{name[:200]}: cannot be read ({cause}); expected a local file, or a dataset of the hub with that "
-                    "split. Check the spelling, the split and the network."
-                ) from error
-            if "zstd" in cause:
-                raise DataError(
-                    f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard."
-                ) from error
-            if isinstance(error, _BadPlaceError):
-                file, place, cause = error.args
-                name = f"{name if len(files) == 1 else file}{place}"
             raise DataError(
-                f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split "
-                "is `train`. Repair the file, or correct the split."
+                f"{self.name[:200]}: cannot be read ({cause}); expected well-formed files, whose split is `train`, or "
+                "a dataset of the hub with that split. Repair it, or check the spelling, the split and the network."
             ) from error
+        names = dict.fromkeys(name for row, *_ in rows for name in row)
+        if not names:
+            raise DataError(f"{self.name}: no record; expected at least one. Remove the source, or check its split.")
+        return list(names), [(dict.fromkeys(names) | row, opening, place) for row, opening, place in rows]
 
-    def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
-        """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
+    def _table_rows(self) -> list[OwnedRow]:
+        """Read a dataset of the hub or a directory by its own builder, and other files as Parquet."""
         if is_saved(self.place):
             whole = datasets.load_from_disk(str(self.place))
             splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
@@ -265,42 +242,27 @@ class _Source(NamedTuple):
         elif self.files is None or self.place.is_dir():
             table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
-            table = datasets.load_dataset(
-                BUILDERS[_suffix(self.files[0])], data_files=[str(file) for file in self.files], split=self.split
-            )
+            table = datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split=self.split)
         stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
-        rows = iter(stream.decode(False) if stream.features else stream)
-        first: Row = next(rows, {})
-        return list(first), ((row, None, "") for row in chain([first], rows))
+        return [(row, None, "") for row in (stream.decode(False) if stream.features else stream)]
 
     def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
-        """Return the files of each split if they are read here, else None.
-
-        These are local text and CSV files, and JSON files, local or of the hub, without a ``field`` that has the rows.
-        """
+        """Return the local JSON, CSV or text files of each split, which are read here; None for other sources."""
         files, place = self.files, self.place
-        if files is not None and (is_saved(place) or BUILDERS[_suffix(files[0])] == "parquet"):
+        if files is None or is_saved(place) or KINDS[_suffix(files[0])] == "parquet":
             return None
-        if files is not None and not place.is_dir():
+        if not place.is_dir():
             return {"train": [str(file) for file in files]}
-        builder = datasets.load_dataset_builder(str(place), self.config)
-        is_json = isinstance(builder, JsonBuilder)
-        if (files is None and not is_json) or (is_json and builder.config.field is not None):
-            return None
-        found = {str(split): list(map(str, some)) for split, some in (builder.config.data_files or {}).items()}
-        if files is not None:
-            # By the names that the user gave, without those that were left out.
-            ours = {file.resolve(): str(file) for file in files}
-            return {
-                split: [ours[real] for one in some if (real := Path(one).resolve()) in ours]
-                for split, some in found.items()
-            }
-        return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
+        found = datasets.load_dataset_builder(str(place), self.config).config.data_files or {}
+        # By the names that the user gave, without those that were left out.
+        ours = {file.resolve(): str(file) for file in files}
+        return {
+            str(split): [ours[real] for one in some if (real := Path(str(one)).resolve()) in ours]
+            for split, some in found.items()
+        }
 
-    def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
-        """Return the column names and the rows of files that are read here, every row with all columns."""
-
+    def _rows_of_files(self, by_split: Mapping[str, Sequence[str]]) -> list[OwnedRow]:
         def every(name: str) -> list[OwnedRow]:
             files = by_split[name]
             return [
@@ -310,13 +272,10 @@ class _Source(NamedTuple):
             ]
 
         if self.split in by_split:
-            rows = every(self.split)
-        else:
-            # A slice, or a split that does not exist.
-            whole = {name: every(name) for name in by_split}
-            rows = [one for name, part in _parts(self.split, whole) for one in whole[name][part.start : part.stop]]
-        names = dict.fromkeys(name for row, *_ in rows for name in row)
-        return list(names), ((dict.fromkeys(names) | row, opening, place) for row, opening, place in rows)
+            return every(self.split)
+        # A slice, or a split that does not exist.
+        whole = {name: every(name) for name in by_split}
+        return [one for name, part in _parts(self.split, whole) for one in whole[name][part.start : part.stop]]
 
 
 def is_saved(directory: Path) -> bool:
@@ -331,93 +290,52 @@ def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     return [(part.splitname, range(part.from_, part.to)) for part in parts]
 
 
-class _BadPlaceError(ValueError):
-    """Report what cannot be read: the file, the place in it, as ``, line 3``, and the cause."""
-
-
-def _rows_of(file: str) -> Iterator[tuple[Row, str | None]]:
-    """Yield the rows of a file: of JSON lines, of one JSON document or of a CSV table, or the paragraphs of a text.
+def _rows_of(file: str) -> list[tuple[Row, str | None]]:
+    """Return the rows of a file: of JSON lines or documents, or of a CSV table, or the paragraphs of a text.
 
     A row of a text comes with the file's first paragraph.
+
+    Raises:
+        DataError: The file is damaged.
     """
+    suffix = _suffix(Path(file))
     try:
-        yield from _parsed(file)
-    except _BadPlaceError:
-        raise
+        if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
+            raise ValueError("compressed by Zstandard: pip install zstandard")
+        with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig") as stream:
+            text = stream.read()
+        if KINDS[suffix] == "text":
+            paragraphs = [one for one in text.removesuffix("\n").split("\n\n") if one.strip("\n")]
+            return [({"text": one}, paragraphs[0]) for one in paragraphs]
+        return [(row, None) for row in (_cells(text) if KINDS[suffix] == "csv" else _objects(text))]
     except UNREADABLE as error:
-        raise _BadPlaceError(file, "", error) from error
+        raise DataError(
+            f"{file}: cannot be read ({one_line(error)}); expected a well-formed {suffix} file in UTF-8. Repair it."
+        ) from error
 
 
-def _parsed(file: str) -> Iterator[tuple[Row, str | None]]:
-    if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
-        raise ValueError("zstd is not installed")
-    # Bytes that are not UTF-8 are reported with their line, see require_utf8.
-    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape") as stream:
-        kind = BUILDERS.get(_suffix(Path(file)))
-        if kind == "csv":
-            yield from ((row, None) for row in _cells(stream, file))
-        elif kind == "text":
-            opening = ""
-            for text in _paragraphs(stream, file):
-                opening = opening or text
-                yield {"text": text}, opening
-        else:
-            yield from ((row, None) for row in _objects(stream, file))
-
-
-def _paragraphs(stream: TextIO, file: str) -> Iterator[str]:
-    """Yield the paragraphs of a text, separated by blank lines. Reads in blocks."""
-    rest, line = "", 1
-    while block := stream.read(TEXT_BLOCK_CHARS):
-        try:
-            block.encode()
-        except UnicodeEncodeError as error:
-            line += block.count("\n", 0, error.start)
-            raise _BadPlaceError(file, f", line {line}", "not UTF-8") from error
-        line += block.count("\n")
-        *whole, rest = (rest + block).split("\n\n")
-        yield from (text for text in whole if text.strip("\n"))
-    if rest.strip("\n"):
-        yield rest
-
-
-def _cells(stream: TextIO, file: str) -> Iterator[Row]:
+def _cells(text: str) -> Iterator[Row]:
     """Yield the rows of a CSV table under the names of its first line; an empty cell is none."""
-    # A document may be longer than the limit that the module starts with.
-    csv.field_size_limit(TEXT_BLOCK_CHARS << 10)
-    table = csv.DictReader(stream, strict=True)
+    csv.field_size_limit(LONGEST_CELL)
+    table = csv.DictReader(io.StringIO(text), strict=True)
     try:
         for row in table:
             if None in row or None in row.values():
                 raise ValueError("more or fewer cells than the first line names")
-            require_utf8("".join(row.values()))
             yield {name: cell or None for name, cell in row.items()}
     except (ValueError, csv.Error) as error:
-        raise _BadPlaceError(file, f", line {table.reader.line_num}", error) from error
+        raise ValueError(f"line {table.reader.line_num}: {error}") from error
 
 
-def _objects(stream: TextIO, file: str) -> Iterator[Row]:
-    """Yield the objects of JSON lines, or of a document: a list of objects, or one object."""
-    lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
-    first = next(lines, (1, "[]"))
-    if isinstance(json_or_text(first[1]), dict):
-        for number, line in chain([first], lines):
-            try:
-                row = parsed_json(line)
-            except ValueError as error:
-                raise _BadPlaceError(file, f", line {number}", error) from error
-            if not isinstance(row, dict):
-                raise _BadPlaceError(file, f", line {number}", "no object")
-            yield row
-        return
-    try:
-        value = parsed_json(first[1] + stream.read())
-    except ValueError as error:
-        raise _BadPlaceError(file, f", line {first[0]}" * (_suffix(Path(file)) == ".jsonl"), error) from error
-    for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
-        if not isinstance(entry, dict):
-            raise _BadPlaceError(file, f", record {number}", "no object")
-        yield entry
+def _objects(text: str) -> Iterator[Row]:
+    """Yield the objects of JSON values that follow one another: objects, or lists of objects."""
+    decoder, place = json.JSONDecoder(), 0
+    while first := _NOT_SPACE.search(text, place):
+        value, place = decoder.raw_decode(text, first.start())
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError(f"no object: line {text.count(chr(10), 0, place) + 1}")
+        yield from entries
 
 
 def local_files(path: str, name: str) -> list[Path] | None:
@@ -430,19 +348,19 @@ def local_files(path: str, name: str) -> list[Path] | None:
     if is_saved(where):
         return sorted(file for file in where.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
     if where.is_dir():
-        inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
+        inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in KINDS)
         files = [where / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif where.exists():
         files = [where]
     elif glob.has_magic(path):
         files = sorted(file for file in map(Path, glob.glob(str(where), recursive=True)) if file.is_file())
-    elif _suffix(where) in BUILDERS or path.startswith(("/", "./", "../", "~")):
+    elif _suffix(where) in KINDS or path.startswith(("/", "./", "../", "~")):
         files = []
     else:
         return None
     if not files:
         raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check the path.")
-    kinds = {BUILDERS.get(_suffix(file)): file for file in files}
+    kinds = {KINDS.get(_suffix(file)): file for file in files}
     if None in kinds:
         raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")
     if len(kinds) > 1:

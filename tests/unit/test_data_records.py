@@ -46,7 +46,7 @@ def test_sharegpt_calls_and_observations_become_tool_calls(keys: tuple[str, str]
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER]}, "f: a system column beside a system"),
         ({"messages": [{"from": "function_call", "value": "f(1)"}]}, "f, message 1: function_call is 'f(1)'; expected"),
         ({"messages": [{"from": "function_call", "value": "[" * 1000}]}, "f, message 1: function_call is '[[["),
-        ({"tools": [{"name": "\ud83d"}]}, "f: tools or chat_template_kwargs has half of a surrogate pair"),
+        ({"tools": [{"name": "\ud83d"}]}, "f: a value has half of a surrogate pair"),
     ],
 )
 def test_what_belongs_to_a_chat_is_checked(values: dict[str, object], message: str) -> None:

@@ -118,15 +118,15 @@ def test_further_fields_of_a_message_are_checked(extra: dict[str, Any], tmp_path
     row = chat("hi")
     row["messages"][0] |= extra
     (tmp_path / "a.jsonl").write_text(json.dumps(chat("hi")) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"record 2, message 1: .*; expected"):
+    with pytest.raises(DataError, match=r"record 2(, message 1)?: .*; expected"):
         load_records(str(tmp_path / "a.jsonl"))
 
 
-@pytest.mark.parametrize("field", ["task", "prompt"])
-def test_half_of_a_surrogate_pair_in_a_prompt_file_is_refused(field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("field", "told"), [("task", "the task"), ("prompt", "a value")])
+def test_half_of_a_surrogate_pair_in_a_prompt_file_is_refused(field: str, told: str, tmp_path: Path) -> None:
     row = {"prompt": "a", "task": "b"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {field: "\ud800"}) + "\n")
-    with pytest.raises(DataError, match=rf"record 2: .*{field} has half of a surrogate pair"):
+    with pytest.raises(DataError, match=rf"record 2: {told} has half of a surrogate pair"):
         load_suite(str(tmp_path / "a.jsonl"))
 
 
