@@ -15,8 +15,6 @@ import logging
 import lzma
 import re
 import shlex
-import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
@@ -50,8 +48,6 @@ UNREADABLE = (
     zlib.error,
     csv.Error,
     lzma.LZMAError,
-    zipfile.BadZipFile,
-    tarfile.TarError,
     datasets.exceptions.DatasetsError,
 )
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""

@@ -187,12 +187,8 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
     return [prompt for prompt in prompts if prompt.prompt_ids]
 
 
-MARKER = "Text0f0a0turn"
-"""The text of a turn whose place in a chat template's output is looked for: no template changes letters and digits."""
-
-
 def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a sentence for all that the records' text is without: the template itself, columns, variables, turns.
+    """Return a sentence for all that the records' text is without: the template itself, columns, variables.
 
     Of the template's variables, those that turn thinking on or off are told where no record sets them.
     """
@@ -212,7 +208,6 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
     kinds = (
         (unread, "is not put into their text; a chat template gets what chat_template_kwargs has"),
         (ignored, "the chat template does not read"),
-        (_unwritten_turns(records, tokenizer), "the chat template leaves out"),
     )
     notes = [f"{raw} of {len(records)} records are raw text, without the chat template"] if raw else []
     if raw < len(records):
@@ -224,36 +219,6 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
         for names, what in kinds
         for name, count in sorted(names.items())
     ]
-
-
-def _unwritten_turns(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> Counter[str]:
-    """Count the records with a turn that the chat template leaves out, by role and whether the chat begins with it.
-
-    One turn of each sort is rendered, in its chat, with a marker for its text.
-    """
-    found, samples = Counter[str](), dict[str, tuple[Chat, int, str]]()
-    for record in records:
-        chat = record.content
-        if not isinstance(chat, Chat):
-            continue
-        # Some templates write either the calls or the text of a turn.
-        turns = {
-            f"a {'later' if index else 'first'} {one['role']} turn": (chat, index, record.where)
-            for index, one in enumerate(chat.messages)
-            if one["content"] and "tool_calls" not in one
-        }
-        found.update(turns.keys())
-        samples = turns | samples
-    return Counter({turn: found[turn] for turn, sample in samples.items() if not _writes(tokenizer, *sample)})
-
-
-def _writes(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, where: str) -> bool:
-    marked = (*chat.messages[:index], {**chat.messages[index], "content": MARKER}, *chat.messages[index + 1 :])
-    try:
-        return MARKER in render_chat(tokenizer, marked, where, chat.variables, add_generation_prompt=False)
-    except DataError:
-        # Reported where the record itself is rendered.
-        return True
 
 
 Asked = TypeVar("Asked", Record, Prompt)

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import CHATML, byte_tokenizer
-from calls import calls_of
 from json_files import write_rows
 from mtp_train.checkpoints.tokenizer import require_variables, template_variables
-from mtp_train.data import tokenize
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import build_prompts, template_notes, tokenize_records
@@ -203,29 +201,6 @@ def test_what_the_template_reads_and_is_not_passed_is_counted_and_named(tmp_path
     assert template_notes(calls, byte_tokenizer(CHATML)) == [
         "1 of 1 records have tool_calls, which the chat template does not read"
     ]
-
-
-def test_turns_that_the_template_leaves_out_are_counted_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chat(*roles: str) -> Record:
-        return record_of(messages=[{"role": role, "content": f"as {role}"} for role in roles])
-
-    writes = "{% if message.role in ('user', 'assistant') or message.role == 'system' and loop.first %}"
-    ignores = CHATML.replace("<|im_start|>{{", f"{writes}<|im_start|>{{{{", 1).replace(
-        "\n{% endfor", "\n{% endif %}{% endfor"
-    )
-    records = [chat("developer", "user", "assistant")] * 3 + [chat("system", "user", "assistant", "tool", "user")] * 2
-    records += [chat("user", "system", "user")] * 4
-    rendered = calls_of(monkeypatch, tokenize, "render_chat")
-    assert template_notes(records, byte_tokenizer(ignores)) == [
-        "3 of 9 records have a first developer turn, which the chat template leaves out",
-        "4 of 9 records have a later system turn, which the chat template leaves out",
-        "2 of 9 records have a later tool turn, which the chat template leaves out",
-    ]
-    # Once for each kind of turn, not for each record.
-    assert len(rendered) == 7
-    assert template_notes(records, byte_tokenizer(CHATML)) == []
-    # Refused where the records themselves are rendered.
-    assert template_notes(records, byte_tokenizer("{{ raise_exception('no') }}")) == []
 
 
 @pytest.mark.parametrize(
