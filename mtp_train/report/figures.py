@@ -22,7 +22,6 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ArmResult, Report
 from mtp_train.report.tables import context_words
 from mtp_train.report.wording import group_arms
-from mtp_train.train.log import STEP_PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +97,7 @@ class FigureFile(NamedTuple):
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
-ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out", "learning_rate", "seconds")
+ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out")
 """Stems of figures that the page shows together."""
 
 
@@ -178,12 +177,9 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     # The losses of the depths, which are in metrics.jsonl, mostly lie on their sum.
     loss = "Training loss by step: the weighted sum over depths."
     tau = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
-    seconds = "Seconds of each part of training since the log line before, by step."
     kinds = (
         ("loss", loss, "training loss", {"loss": "loss"}),
         ("held_out", tau, "tokens per round (tau)", {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"}),
-        ("learning_rate", "Learning rate by step.", "learning rate", {"lr": "learning rate"}),
-        ("seconds", seconds, "seconds", {f"seconds_{part}": part for part in (*STEP_PARTS, "waiting")}),
     )
     return [
         FigureFile(stem, caption, _lines(drawn, "training step", label))

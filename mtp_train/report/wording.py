@@ -115,8 +115,8 @@ def _one_arm(cell: Cell) -> Finding:
 
 def _best_arm(report: Report, ranked: Sequence[Cell]) -> Finding:
     best, *rest = ranked
-    rows = (*report.compared, *(row.swapped() for row in report.compared))
-    against = {row.second: row for row in rows if row.first == best.arm}
+    pairs = [{row.first: row, row.second: row} for row in report.compared]
+    against = {arm: row for pair in pairs if best.arm in pair for arm, row in pair.items()}
     others = ", ".join(f"{one.arm} {one.tau:.2f}" for one in rest)
     equals = [one.arm for one in rest if one.arm not in against or not against[one.arm].differs]
     if equals:

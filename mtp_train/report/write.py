@@ -213,7 +213,7 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     """
     with tracking.opened(out, config or report.settings) as trackers:
         for name, tracker in trackers.items():
-            numbers: dict[str, Any] = {**report_numbers(report)}
+            numbers = report_numbers(report)
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
             page = out / PAGE_FILE
             if name == "wandb" and page.is_file():
@@ -223,20 +223,15 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
             tracker.log(numbers)
 
 
-def report_numbers(report: Report) -> dict[str, float]:
-    """Return the numbers of a report that are worth a column in a table of runs."""
-    found: dict[str, float | None] = {}
-    for name, arm in report.arms.items():
-        low, high = arm.speedup_ci95 or (None, None)
-        figures = {
-            "tau": arm.tau,
-            "acceptance_rate": arm.acceptance_rate,
-            "speedup": arm.speedup,
-            "speedup_low": low,
-            "speedup_high": high,
-        }
-        found |= {f"arms/{name}/{key}": value for key, value in figures.items()}
+def report_numbers(report: Report) -> dict[str, Any]:
+    """Return the numbers of a report's arms and gate, named as the columns of ``acceptance.csv``."""
+    records = {f"arms/{name}": asdict(arm) for name, arm in report.arms.items()}
     if report.gate is not None:
-        low, high = report.gate.delta_tau_ci95 or (None, None)
-        found |= {"gate/passed": float(report.gate.passed), "gate/delta_tau_low": low, "gate/delta_tau_high": high}
-    return {name: value for name, value in found.items() if value is not None}
+        records["gate"] = {"passed": report.gate.passed, "delta_tau_ci95": report.gate.delta_tau_ci95}
+    return {
+        f"{where}/{column}": value
+        for where, record in records.items()
+        for field in record.items()
+        for column, value in _columns(*field)
+        if isinstance(value, int | float)
+    }

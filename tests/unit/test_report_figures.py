@@ -40,7 +40,7 @@ def only(name: str) -> Report:
 def test_every_figure_is_drawn_on_white(full: list[FigureFile]) -> None:
     of_run = render_figures(SAMPLE, METRICS)
     assert stems(full) == OF_A_STUDY
-    assert stems(of_run) == [*OF_A_RUN, "loss", "held_out", "seconds"]
+    assert stems(of_run) == [*OF_A_RUN, "loss", "held_out"]
     for figure in (*full, *of_run):
         image = pixels(figure)
         assert image.width > 900

@@ -129,7 +129,7 @@ def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(
     assert recorder.logged[:3] == [({"loss": 1.0 / step}, step) for step in (1, 2, 3)]
     (report, step) = recorder.logged[3]
     assert step is None
-    assert (report["arms/retrained/tau"], report["gate/passed"], report["gate/delta_tau_low"]) == (3.44, 1.0, 2.04)
+    assert (report["arms/retrained/tau"], report["gate/passed"], report["gate/delta_tau_ci95_low"]) == (3.44, 1.0, 2.04)
     assert "arms/none/acceptance_rate" not in report
     fill(tmp_path / "other", 1, ONLINE)
     assert recorder.opened[-1]["id"] != recorder.opened[0]["id"]
