@@ -153,6 +153,11 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
         answer = None if response is None else parse_text(response, "response", where)
         return PromptResponse(parse_text(prompt, "prompt", where), answer)
     messages = values.get("messages")
+    if "turns" in values:
+        turns = values["turns"]
+        if not isinstance(turns, (list, tuple)) or not turns:
+            raise _refused(where, f"turns are {_shown(turns)}", "a list of texts, of which the first is asked")
+        messages = [{"role": "user", "content": turns[0]}]
     if isinstance(prompt, (list, tuple)):
         answered = response if isinstance(response, (list, tuple)) else [{"role": "assistant", "content": response}]
         messages = [*prompt, *(answered if response is not None else ())]

@@ -2,7 +2,6 @@
 
 Local JSON, CSV and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and
 does not tell which file a paragraph is from. Everything else goes through the builders of ``datasets``.
-:func:`load_records` returns checked records, :func:`load_rows` plain rows.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import lzma
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import datasets
 import fsspec
 from datasets.config import DATASET_INFO_FILENAME, DATASET_STATE_JSON_FILENAME, DATASETDICT_JSON_FILENAME
 
+from mtp_train.checkpoints.demo import GROUP_FIELD
 from mtp_train.data.records import (
     Chat,
     Content,
@@ -61,8 +61,11 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "prompt_response": ("prompt", "response"),
     "instruction": ("instruction", "input", "output"),
     "text": ("text",),
+    "turns": ("turns",),
 }
 """The columns of each format; a record has at least the first."""
+TASK_FIELDS = ("task", "category")
+"""Columns that name the task of a suite's record."""
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 """Columns beside those of a format, which belong to its chat."""
 COLUMNS = (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS)
@@ -75,14 +78,13 @@ QUESTION_AND_ANSWER = {
 }
 """Parts of usual names for columns that are the turns of a chat."""
 KNOWN_COLUMNS = (
-    "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
+    "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, `turns`, "
+    "or `text`"
 )
 
 _NOT_SPACE = re.compile(r"\S")
 
 Row = dict[str, Any]
-Given = TypeVar("Given")
-Found = TypeVar("Found")
 OwnedRow = tuple[Row, str | None, str]
 """A row, the first paragraph of the text file that it is from (None for rows of other kinds), and the place of its
 record (:attr:`Record.place`)."""
@@ -95,6 +97,7 @@ def load_records(
     split: str = "train",
     columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
+    task: str = "",
     name: str | None = None,
 ) -> list[Record]:
     """Read one source.
@@ -109,6 +112,8 @@ def load_records(
         columns: For columns of ``FORMATS`` and ``CHAT_COLUMNS``, the names that they have in the source.
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
+        task: Of a suite of prompts, the task of the records that name none. Its column ``group``, if there is one,
+            groups records.
         name: Name of the source in record ids and messages; None uses the path.
 
     Raises:
@@ -122,63 +127,49 @@ def load_records(
     names, rows = source.read()
     chosen = _format_of(names, columns, name)
     if not chosen:
-        raise DataError(
-            f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. "
-            f"{_naming(rows[0][0], name.partition(' ')[0])}"
-        )
+        hint = "Name them, as --columns instruction=question." if task else _naming(rows[0][0], name.partition(" ")[0])
+        raise DataError(f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. {hint}")
     if group_field is not None and group_field not in names:
         raise DataError(
             f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
         )
+    field = group_field or (GROUP_FIELD if task else "")
     records = []
-    found = read_each(rows, name, lambda owned, where: read_content(owned[0], chosen, owned[2] or where))
-    for number, (row, opening, place), (content, others) in found:
-        where = place or f"{name}, record {number}"
-        if not group_field:
-            # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
-            group = content_group(content if opening is None else PlainText(opening))
-        elif row.get(group_field) is None:
+    for number, (row, opening, place), where, content in _readable(rows, chosen, name):
+        if row.get(field) is not None:
+            group = parse_text(str(row[field]), field, where)
+        elif group_field:
             raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
         else:
-            group = parse_text(str(row[group_field]), group_field, where)
-        records.append(Record(f"{name}#{number}", group, content, others, place=place))
+            # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
+            group = content_group(content if task or opening is None else PlainText(opening))
+        named = (row.get(one) for one in (TASK_FIELDS if task else ()))
+        own = parse_text(str(next((one for one in named if one is not None), task)), "task", where)
+        records.append(Record(f"{name}#{number}", group, content, _others(row, chosen, content), own, place))
     return records
 
 
-def load_rows(path: str, *, config: str | None = None, split: str = "train", name: str | None = None) -> list[Row]:
-    """Read the rows of one source with its columns as they are.
-
-    Args:
-        config: The configuration of a dataset on the hub; local files have none.
-        split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
-    """
-    name = name or path
-    files = local_files(path, name)
-    if files is not None:
-        config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    return [row for row, *_ in _Source(path, name, files, config, split).read()[1]]
-
-
-def read_each(
-    rows: Iterable[Given], name: str, read: Callable[[Given, str], Found]
-) -> Iterator[tuple[int, Given, Found]]:
-    """Yield the number of each row, counting from 1, the row and what ``read`` makes of it.
+def _readable(
+    rows: Sequence[OwnedRow], columns: Mapping[str, str], name: str
+) -> Iterator[tuple[int, OwnedRow, str, Content]]:
+    """Yield the number of each row, counting from 1, the row, its name in messages and its content.
 
     Rows that are not text are skipped, and counted in the log at the end.
 
     Raises:
-        DataError: No row is text, or ``read`` refuses one.
+        DataError: No row is text, or one is malformed.
     """
-    skipped, num_used = list[UnsupportedRecordError](), 0
-    for number, row in enumerate(rows, start=1):
+    skipped = list[UnsupportedRecordError]()
+    for number, owned in enumerate(rows, start=1):
+        row, where = owned[0], owned[2] or f"{name}, record {number}"
         try:
-            found = read(row, f"{name}, record {number}")
+            require_text_only(row, where)
+            content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
         except UnsupportedRecordError as error:
             skipped.append(error)
             continue
-        num_used += 1
-        yield number, row, found
-    if skipped and not num_used:
+        yield number, owned, where, content
+    if len(skipped) == len(rows):
         raise DataError(
             f"{name}: all {len(skipped)} records have parts that are not text; expected one of text. Add such records."
         )
@@ -187,9 +178,15 @@ def read_each(
             "%s: skipped %d of %d records, which have image, audio or other parts that are not text. The first is %s.",
             name,
             len(skipped),
-            len(skipped) + num_used,
+            len(rows),
             str(skipped[0]).partition("; expected")[0],
         )
+
+
+def _others(row: Row, columns: Mapping[str, str], content: Content) -> tuple[str, ...]:
+    """Return the columns of a row that have a value and are no part of its content."""
+    read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}
+    return tuple(column for column, value in row.items() if value not in (None, []) and column not in read)
 
 
 class _Source(NamedTuple):
@@ -383,28 +380,6 @@ def _suffix(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
 
 
-def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there."""
-    known = dict(given)
-    for ours in COLUMNS:
-        for theirs in (ours, OTHER_NAMES.get(ours, ours)):
-            if theirs in names and theirs not in given.values():
-                known.setdefault(ours, theirs)
-    return known
-
-
-def columns_of(format: str, known: Mapping[str, str]) -> dict[str, str]:
-    return {ours: known[ours] for ours in (*FORMATS[format], *CHAT_COLUMNS) if ours in known}
-
-
-def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Content, tuple[str, ...]]:
-    """Return the content of a row, and the other columns that have a value."""
-    require_text_only(row, where)
-    content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
-    read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}
-    return content, tuple(column for column, value in row.items() if value not in (None, []) and column not in read)
-
-
 def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the columns of a source's one format; none if they fit no format.
 
@@ -418,7 +393,11 @@ def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dic
             raise DataError(
                 f"{name}: columns.{ours} is {theirs!r}; expected one of {_listed(names)}. Correct the name."
             )
-    known = known_columns(names, given)
+    known = dict(given)
+    for ours in COLUMNS:
+        for theirs in (ours, OTHER_NAMES.get(ours, ours)):
+            if theirs in names and theirs not in given.values():
+                known.setdefault(ours, theirs)
     found = [one for one, (first, *_) in FORMATS.items() if first in known]
     if "instruction" in found and "output" not in known and "instruction" not in given:
         found.remove("instruction")
@@ -431,7 +410,8 @@ def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dic
         raise DataError(
             f"{name}: columns of several formats ({', '.join(found)}); expected one. Name those to read in columns."
         )
-    return columns_of(found[0], known) if found else {}
+    columns = (*FORMATS[found[0]], *CHAT_COLUMNS) if found else ()
+    return {ours: known[ours] for ours in columns if ours in known}
 
 
 def _naming(row: Row, field: str) -> str:

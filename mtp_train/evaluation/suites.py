@@ -15,21 +15,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
+from mtp_train.checkpoints.demo import demo_path
 from mtp_train.checkpoints.tokenizer import NO_VARIABLES, Variables, raw_tokens
 from mtp_train.data.groups import is_held_out, stable_share
-from mtp_train.data.records import (
-    Chat,
-    Content,
-    PromptResponse,
-    Record,
-    content_group,
-    parse_text,
-    with_variables,
-)
-from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
+from mtp_train.data.records import Chat, Content, PromptResponse, Record, with_variables
+from mtp_train.data.sources import load_records, local_files
 from mtp_train.data.tokenize import Prompt, build_prompts, choose_prompts, shared_start
 from mtp_train.errors import DataError
 from mtp_train.evaluation.results import ALL_TASKS
@@ -39,131 +31,69 @@ if TYPE_CHECKING:
 
 
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-TASK_FIELDS = ("task", "category")
 SEPARATOR = "\n\n"
 
-Row = Mapping[str, Any]
-Read = tuple[Content, tuple[str, ...]]
-"""A record's content, and its columns with a value that are not read."""
+
+class Layout(NamedTuple):
+    """How a suite is read: of the hub its configuration, of the hub and of a directory its split, and its columns."""
+
+    config: str | None = None
+    split: str = "train"
+    columns: Mapping[str, str] = MappingProxyType({})
 
 
-def read_records(
-    name: str, location: str, layout: Layout, stem: str, columns: Mapping[str, str] = MappingProxyType({})
-) -> list[Record]:
+BENCHMARKS: Mapping[str, Layout] = {
+    "mt-bench": Layout(),
+    "spec-bench": Layout(),
+    "speed-bench": Layout("qualitative", "test"),
+    "humaneval": Layout(split="test"),
+    "gsm8k": Layout("main", "test", {"instruction": "question"}),
+}
+"""The supported benchmarks, by the name before ``:LOCATION``. Of a conversation the first message is asked."""
+
+
+def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Record]:
     """Return the records of a file, of a directory or of a dataset on the hub.
-
-    Records with the same ``group`` are one group for the intervals; for those without, their content decides
-    (:func:`content_group`). Records that are not text are left out, and counted in the log.
 
     Args:
         stem: Start of the records' ids, and the task of records that name none.
-        columns: Names of columns in the file, by ours.
 
     Raises:
         DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
     """
-
-    def read(row: Row, where: str) -> Read:
-        given = {column: value for column, value in row.items() if value is not None}
-        try:
-            return _content(layout.ours(given, where), where, columns)
-        except KeyError as missing:
+    is_local = local_files(location, name) is not None
+    has_splits = not is_local or Path(location).expanduser().is_dir()
+    found = load_records(
+        location,
+        config=None if is_local else layout.config,
+        split=layout.split if has_splits else "train",
+        columns=layout.columns,
+        task=stem,
+        name=name,
+    )
+    records = []
+    for record in found:
+        content, number = record.content, record.id.rpartition("#")[2]
+        if record.task == ALL_TASKS:
             raise DataError(
-                f"{where}: no {missing}, the fields are {', '.join(map(repr, given))}; expected {layout.fields}. "
-                "Repair it, or write the prompts as a .jsonl of your own."
-            ) from None
-
-    records: list[Record] = []
-    for number, row, (content, unread) in read_each(
-        load_rows(location, config=layout.hub_config, split=layout.split, name=name), name, read
-    ):
-        where = f"{name}, record {number}"
-        task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
-        if task == ALL_TASKS:
+                f"{record.where}: the task {ALL_TASKS!r}; expected another name, as reports use it for all tasks "
+                "together. Rename it."
+            )
+        if SPEED_BENCH_PLACEHOLDER in content_text(content):
             raise DataError(
-                f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename "
-                "it."
+                f"{record.where}: a placeholder instead of the prompt; expected the text, which the dataset's licence "
+                "does not allow it to contain: each user fetches the texts from their sources. Run "
+                "nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills (or "
+                "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and "
+                "pass the file it writes."
             )
-        parse_text(task, "the task", where)
-        group = row.get(GROUP_FIELD)
-        records.append(
-            Record(
-                f"{stem}#{number}",
-                content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where),
-                content,
-                unread,
-                task,
-            )
-        )
+        if isinstance(content, Chat):
+            asked = content.messages[:1] if stem in BENCHMARKS else content.messages
+            # Leading white space would become part of a message's first token.
+            messages = (one | {"content": one["content"].strip()} if one["role"] == "user" else one for one in asked)
+            content = replace(content, messages=tuple(messages))
+        records.append(replace(record, id=f"{stem}#{number}", content=content))
     return records
-
-
-def _content(row: Row, where: str, columns: Mapping[str, str]) -> Read:
-    """Read a record by the first of the formats that it has.
-
-    User messages are stripped: leading white space would become part of their first token.
-    """
-    known = {ours: theirs for ours, theirs in known_columns(row, columns).items() if theirs in row}
-    format = next((one for one, (first, *_) in FORMATS.items() if first in known), None)
-    if format is None:
-        raise KeyError("prompt")
-    content, unread = read_content(dict(row), columns_of(format, known), where)
-    if isinstance(content, Chat):
-        messages = (
-            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
-            for message in content.messages
-        )
-        content = replace(content, messages=tuple(messages))
-    return content, unread
-
-
-def _first_turn(row: Row, where: str) -> Row:
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not str(turns[0]).strip():
-        raise DataError(f"{where}: turns are {turns!r:.60}; expected a list of texts. Repair the record.")
-    return {"instruction": turns[0]}
-
-
-def _speed_bench(row: Row, where: str) -> Row:
-    """Convert a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
-    messages = row.get("messages")
-    found = {"messages": messages[:1]} if isinstance(messages, list) else _first_turn(row, where)
-    if SPEED_BENCH_PLACEHOLDER in str(found):
-        raise DataError(
-            f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
-            "allow it to contain: each user fetches the texts from their sources. Run "
-            "nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills (or "
-            "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and pass "
-            "the file it writes."
-        )
-    return found
-
-
-class Layout(NamedTuple):
-    fields: str
-    """The fields of a record, for error messages."""
-    ours: Callable[[Row, str], Row]
-    """Returns a record, which is named in error messages, in columns that ``data.sources`` reads."""
-    hub_config: str | None = None
-    """The configuration of the dataset on the hub."""
-    split: str = "train"
-    """The split of that dataset, and of a directory."""
-
-
-_TURNS = "`question_id`, `category` and `turns`, a list of texts"
-OWN = Layout(
-    "`messages` (a chat), `prompt` (raw text to go on from, or messages), `instruction` (a user's turn) or `text` (raw "
-    "text, continued from its half)",
-    lambda row, _where: row,
-)
-BENCHMARKS: Mapping[str, Layout] = {
-    "mt-bench": Layout(_TURNS, _first_turn),
-    "spec-bench": Layout(_TURNS, _first_turn),
-    "speed-bench": Layout(f"{_TURNS} (or `messages`)", _speed_bench, "qualitative", "test"),
-    "humaneval": Layout("`task_id` and `prompt`", lambda row, _where: {"prompt": row["prompt"]}, split="test"),
-    "gsm8k": Layout("`question` and `answer`", lambda row, _where: {"instruction": row["question"]}, "main", "test"),
-}
-"""The supported benchmarks, by the name before ``:LOCATION``."""
 
 
 def text_before(
@@ -249,7 +179,7 @@ def _records_of(name: str, columns: Mapping[str, str]) -> list[Record]:
         return read_records(name, location, BENCHMARKS[kind], kind)
     is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
     if is_location or Path(name).expanduser().exists():
-        return read_records(name, name, OWN, Path(name).name.split(".")[0], columns)
+        return read_records(name, name, Layout(columns=columns), Path(name).name.split(".")[0])
     known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
@@ -399,7 +329,7 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
 
 def _builtin_records() -> list[Record]:
     records, numbers = [], Counter[str]()
-    for record in read_records(BUILTIN, str(BUILTIN_FILE), OWN, BUILTIN):
+    for record in read_records(BUILTIN, str(BUILTIN_FILE), Layout(), BUILTIN):
         numbers[record.task] += 1
         # Numbered within the task, so that new prompts of one task do not change the choice in other tasks.
         records.append(replace(record, id=f"{BUILTIN}#{record.task}-{numbers[record.task]}", unread=()))

@@ -262,9 +262,9 @@ class SourceSpec(RecipeSection):
     columns: Mapping[str, Text] = Field(default={})
     """Names of columns in the source, by ours: `{instruction: question, output: answer}`. Ours are `messages` (a chat
     of OpenAI or ShareGPT), `prompt` and `response` (raw text on both sides, or messages on both), `instruction`,
-    `input` and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For
-    prompts that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of
-    several of these layouts, name those of one: `{text: text}`."""
+    `input` and `output` (turns of a chat), `turns` (the first is asked), `text`, and beside a chat `system`, `tools`
+    and `chat_template_kwargs`. For prompts that the chat template shall be applied to, write `{instruction: prompt}`.
+    Of a source with columns of several of these layouts, name those of one: `{text: text}`."""
 
 
 class RegenerateSpec(RecipeSection):

@@ -56,6 +56,7 @@ def contents(source: Path | str, **options: Any) -> list[Content]:
         ({"instruction": "hi", "input": "you", "output": "b"}, Chat((user("hi\nyou"), {**CHAT[1], "content": "b"}))),
         ({"conversations": CHAT, "system": "Be brief."}, Chat(({"role": "system", "content": "Be brief."}, *CHAT))),
         ({"text": "a"}, PlainText("a")),
+        ({"turns": ["hi", "Rewrite."], "category": "x"}, Chat(tuple(CHAT[:1]))),
     ],
 )
 def test_the_format_is_found_from_the_columns(tmp_path: Path, row: dict[str, Any], content: object) -> None:
@@ -348,7 +349,9 @@ def test_unknown_columns_are_listed_with_names_that_make_a_chat_of_them(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [row])
     listed = re.escape(", ".join(map(repr, row)))
-    with pytest.raises(DataError, match=rf"columns are {listed}; expected `messages`.*`text`\. Add ") as refused:
+    with pytest.raises(
+        DataError, match=rf"columns are {listed}; expected `messages`.*`turns`, or `text`\. Add "
+    ) as refused:
         load_records(path, name="data.sources.1 (a.jsonl)")
     field, _, named = shlex.split(str(refused.value).partition(" Add ")[2])[0].removesuffix(",").partition("=")
     assert (field, json.loads(named)) == ("data.sources.1.columns", columns)
