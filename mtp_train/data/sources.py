@@ -337,7 +337,7 @@ def local_files(path: str, name: str) -> list[Path] | None:
     Raises:
         DataError: There is no such file, or the files cannot be read as one source.
     """
-    where = _place(path, name)
+    where = Path(path).expanduser()
     if is_saved(where):
         return sorted(file for file in where.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
     if where.is_dir():
@@ -362,16 +362,6 @@ def local_files(path: str, name: str) -> list[Path] | None:
             "those of each kind by a glob, such as 'directory/**/*.jsonl', in a source of their own."
         )
     return files
-
-
-def _place(path: str, name: str) -> Path:
-    """Return the path of a source with ``~`` expanded; refuse one that no file can have."""
-    try:
-        where = Path(path).expanduser()
-        where.exists()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name[:60]!a}: cannot be opened ({error}); expected {KNOWN_FILES}. Check the path.") from None
-    return where
 
 
 def _suffix(file: Path) -> str:

@@ -12,22 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema
 
 from mtp_train.recipe.schema import Recipe
 
 Node = dict[str, Any]
 _LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-
-
-class _WithoutFieldTitles(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: object) -> bool:
-        """Leave out titles, which would only repeat the names of the fields."""
-        return False
-
-
-def recipe_schema() -> Node:
-    return Recipe.model_json_schema(schema_generator=_WithoutFieldTitles)
 
 
 def sections(section: type[BaseModel] = Recipe, path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -96,4 +85,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["fields"]:
         print("\n".join((_HEADING, *(line for one in sections() for line in _section_lines(*one)))))
     else:
-        print(json.dumps(recipe_schema(), indent=1))
+        print(json.dumps(Recipe.model_json_schema(), indent=1))

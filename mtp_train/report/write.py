@@ -199,9 +199,6 @@ def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}_low", low), (f"{name}_high", high)]
     if name in PER_POSITION:
         return [(f"{name}_{k}", share) for k, share in enumerate(value or (), start=1)]
-    # A spreadsheet would run such a text as a formula.
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return [(name, f"'{value}")]
     return [(name, value)]
 
 

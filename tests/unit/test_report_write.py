@@ -11,7 +11,7 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.report import write
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.write import csv_table, write_report
+from mtp_train.report.write import write_report
 from report_samples import EMPTY
 from study_samples import STUDY, make_cell
 
@@ -76,9 +76,3 @@ def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypat
     with pytest.raises(RuntimeError, match="no template"):
         write_report(EMPTY, tmp_path, {})
     assert contents(tmp_path) == before
-
-
-def test_no_cell_of_a_table_is_a_formula() -> None:
-    rows = (("=HYPERLINK(1)", -0.5), ("+1", None), ("@x", 2), ("-a", 1.5), ("a=b", 0))
-    written = csv_table(("task", "gain"), [{"task": task, "gain": gain} for task, gain in rows])
-    assert written.splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
