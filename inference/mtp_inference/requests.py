@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mtp_inference.record import TextRecord
@@ -20,7 +20,7 @@ class Round(NamedTuple):
     num_accepted: int
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class GenerationResult:
     """The new tokens of one prompt, and the counts of the rounds that produced them.
 
@@ -41,10 +41,10 @@ class GenerationResult:
         >>> result.num_accepted_tokens, result.tau
         (2, 3.0)
         >>> result
-        GenerationResult(text='', 4 tokens, length, num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2, tau=3.00)
+        GenerationResult(text='', finish_reason='length', depth=3, seconds_prefill=0.1, seconds_decode=0.2)
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     """New token ids only, the EOS that ended the text included."""
     text: str = ""
     """Their text; empty without a tokenizer."""
@@ -52,13 +52,13 @@ class GenerationResult:
     """``stop``: a stop token ended the text. ``length``: ``max_new_tokens`` did."""
     depth: int
     """Largest number of drafts per round."""
-    round_log: tuple[Round, ...]
+    round_log: tuple[Round, ...] = field(repr=False)
     """Counts of every round, in order."""
     seconds_prefill: float
     """Wall time until the first token is known, in seconds; includes the head's pass over the prompt."""
     seconds_decode: float
     """Wall time of all rounds, in seconds."""
-    record: TextRecord | None = None
+    record: TextRecord | None = field(default=None, repr=False)
     """What the rounds decided on, for :func:`mtp_inference.compare`; None unless the decoder ``records`` it."""
 
     @property
@@ -90,11 +90,6 @@ class GenerationResult:
     def tau(self) -> float:
         """Mean tokens committed per round, bonus token included: ``1 + accepted / rounds``; 1.0 without rounds."""
         return 1.0 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
-
-    def __repr__(self) -> str:
-        parts = [f"text={self.text!r}", f"{len(self.token_ids)} tokens", self.finish_reason]
-        parts += [f"{name}={getattr(self, name)}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
-        return f"{type(self).__name__}({', '.join(parts)}, tau={self.tau:.2f})"
 
 
 MAX_DEPTH = DEEPEST
