@@ -133,9 +133,7 @@ def tau_matrix(report: Report) -> TextTable | None:
     rows = []
     for task in report.tasks:
         cells = report.at(report.headline, task)
-        groups = sorted({cell.groups for cell in cells.values() if cell.tau_ci95 and cell.groups})
-        counted = f" ({' to '.join(map(str, dict.fromkeys((groups[0], groups[-1]))))} groups)" if groups else ""
-        rows.append((f"{task}{counted}", *(show(cells[arm]) if arm in cells else "-" for arm in report.drafting)))
+        rows.append((task, *(show(cells[arm]) if arm in cells else "-" for arm in report.drafting)))
     return make_table(("task", *report.drafting), {"": rows})
 
 

@@ -44,7 +44,7 @@ def test_summary_of_a_study_says_findings_tasks_differences_and_what_to_serve() 
         f"Confirmed: {STUDY.findings[0].statement.lower()}",
         STUDY.findings[0].evidence,
         "Greedy, 3 drafts a round, own context",
-        "coding (8 groups) 2.86 [2.71, 3.00] 1.72 [1.57, 1.86] 3.24 [3.09, 3.38]",
+        "coding 2.86 [2.71, 3.00] 1.72 [1.57, 1.86] 3.24 [3.09, 3.38]",
         "18 of 24 are real",
         "vanilla+native - distilled+retrained: -0.34 [-0.52, -0.17] over 24 groups: tau differs, head does not",
         "distilled+retrained: Serve with 5 drafts a round, the fastest of the depths measured here (1, 2, 3, 5)",
