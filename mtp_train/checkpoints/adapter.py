@@ -11,33 +11,25 @@ import itertools
 import math
 import re
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, PositiveInt
 from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
-    INDEX_FILE,
-    PICKLE_SUFFIXES,
-    SINGLE_FILE,
     TORCH_DTYPES,
     Checkpoint,
-    Number,
-    TensorInfo,
     all_finite,
-    indexed_files,
     read_json,
     scan_safetensors,
-    validated,
 )
 from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.keymap import HeadLayout
@@ -47,13 +39,12 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
+# Commands that read no adapter start without peft.
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-# What trainers save beside an adapter to go on from; and the adapter again, which peft reads only without safetensors.
-_STATE = re.compile(
-    r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|recipe_state)(?:_\d+)?\.\w+"
-    r"|adapter_model\.bin"
-)
 _TOKENIZER = (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
@@ -65,18 +56,11 @@ _PART = re.compile(
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
-# Config fields of adapters that are more than a sum of low-rank products, with the reason why they cannot be merged.
-_UNMERGEABLE = {
-    "alora_invocation_tokens": "acts only after its invocation tokens",
-    "arrow_config": "routes each token to other adapters",
-    "kasa_config": "rescales singular values of the base",
-    "layer_replication": "repeats layers of the base",
-    "lora_bias": "adds to biases as well",
-    "monteclora_config": "samples its weights",
-    "trainable_token_indices": "replaces single rows of the embedding",
-    "use_bdlora": "is block-diagonal",
-    "use_qalora": "belongs to a quantised base",
-}
+# Config fields of adapters that are more than a sum of low-rank products.
+_UNMERGEABLE = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+)
 # With these, peft subtracts the adapter's initial product from the base's weights: the adapter alone does not contain
 # the change.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -85,43 +69,12 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"\A(?:(?:model|language_model)\.)+")
-_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The fused parameters of experts in the order of their declaration, with their parts in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
 _BLOCK_ROWS = 4096
 Step = Callable[[int, Tensor], Tensor]
 """From the number of a block's first row, and the block in fp32, to the block that replaces it."""
-
-
-class LoraConfigFile(BaseModel):
-    """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
-
-    r: PositiveInt
-    lora_alpha: Number
-    rank_pattern: dict[str, int] | None = None
-    """Regular expressions of module names to ranks."""
-    alpha_pattern: dict[str, Number] | None = None
-    use_rslora: bool | None = None
-    use_dora: bool | None = None
-    ensure_weight_tying: bool | None = None
-    target_parameters: list[str] | None = None
-
-    def targets(self, name: str) -> bool:
-        """Return whether ``target_parameters`` names a parameter."""
-        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
-
-    def rank(self, name: str) -> int:
-        return _of_pattern(self.rank_pattern, name) or self.r
-
-    def scale(self, name: str) -> float:
-        alpha, rank = _of_pattern(self.alpha_pattern, name), self.rank(name)
-        return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _of_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
-    return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +104,7 @@ class Adapter:
     """Its directory, with the weights opened."""
     pairs: tuple[LowRank, ...]
     replacements: Mapping[str, str]
-    """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases, and
-    the weights that a trainer saved in files of their own)."""
+    """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases)."""
     keeps_tied: bool
     """Whether it was trained with embedding and lm_head tied to each other."""
 
@@ -201,22 +153,15 @@ def merge_command(checkpoint: str, adapter: str) -> str:
 
 def read_adapter(path: Path) -> Adapter:
     """Read an adapter directory."""
+    from peft import LoraConfig
+
     stored = open_weights(path)
     _require_mergeable(stored)
-    hint = "Restore the original, or save the adapter again."
-    config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
+    config = LoraConfig.from_pretrained(str(path))
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
-    names = _parameter_names(stored, config, groups.keys())
-    pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
-    for name in replacements.keys() & {f"{pair.module}.{pair.parameter}" for pair in pairs}:
-        # peft saves an adapted embedding beside its adapter.
-        if (file := stored.tensors[replacements[name]].file) != ADAPTER_FILE:
-            raise CheckpointError(
-                f"{path / file}: replaces {name}, which {ADAPTER_FILE} adapts; expected one of the two, as the order "
-                "counts. Save the adapter again without one."
-            )
-    return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
+    pairs = tuple(_pair(stored, load, config, module, depth, parts) for (module, depth), parts in groups.items())
+    return Adapter(stored, pairs, replacements, bool(stored.config.get("ensure_weight_tying")))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -231,45 +176,19 @@ def open_weights(path: Path) -> Checkpoint:
             f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
             f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
         )
-    stored = Checkpoint(path, config, None, _scan_all(path))
-    if not stored.tensors:
-        raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
+    # Of a model in the same directory, the weight files are the model's.
+    weights = () if (path / CONFIG_FILE).is_file() else path.glob("*.safetensors")
+    if beside := {*weights, *path.glob("non_lora*")} - {file}:
+        raise CheckpointError(
+            f"{min(beside)}: weights beside the adapter, which peft does not load; expected every trained weight in "
+            f"{ADAPTER_FILE}. {_MERGE_WITH_PEFT}"
+        )
+    stored = Checkpoint(path, config, None, scan_safetensors(file))
     require_finite_checkpoint(stored, Progress(disable=True))
     return stored
 
 
-def _scan_all(path: Path) -> dict[str, TensorInfo]:
-    """List the tensors of an adapter, and of the weights that a trainer saved whole beside it (norms, embeddings)."""
-    found, others = scan_safetensors(path / ADAPTER_FILE), {ADAPTER_FILE}
-    if (path / CONFIG_FILE).is_file():
-        # The weight files of a model in the adapter's directory, which its config declares.
-        index = read_json(path / INDEX_FILE) if (path / INDEX_FILE).is_file() else {}
-        others |= {SINGLE_FILE, *indexed_files(index)}
-    for file in sorted(path.iterdir()):
-        if file.suffix in PICKLE_SUFFIXES and not _STATE.fullmatch(file.name):
-            raise CheckpointError(
-                f"{file}: weights beside the adapter, in a pickle, which is not read; expected every trained weight in "
-                f"safetensors, where it is merged too. Convert it: {_convert_command(file)}"
-            )
-        if file.suffix == ".safetensors" and file.name not in others:
-            more = scan_safetensors(file)
-            if twice := more.keys() & found.keys():
-                raise CheckpointError(
-                    f"{file}: has {min(twice)}, like {found[min(twice)].file}; expected each weight of the adapter "
-                    "once. Keep one of the two files."
-                )
-            found |= more
-    return found
-
-
-def _convert_command(file: Path) -> str:
-    """Return the command that writes a pickle's tensors as safetensors, and moves it out of its directory."""
-    code = (
-        "import sys, torch; from safetensors.torch import save_file; "
-        "save_file({k: v.clone() for k, v in torch.load(sys.argv[1], weights_only=True).items()}, sys.argv[2])"
-    )
-    convert = shlex.join(["python", "-c", code, str(file), f"{file}.safetensors"])
-    return f"{convert} && {shlex.join(['mv', str(file), f'{file.parent.absolute()}-{file.name}'])}"
+_MERGE_WITH_PEFT = "Merge it with peft's merge_and_unload, save the model, and put the head back with mtp-train graft."
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
@@ -291,81 +210,52 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
 
 
 def _require_mergeable(stored: Checkpoint) -> None:
-    config = stored.config
-    kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    found = next(
-        (f"{name} is set, and such an adapter {reason}" for name, reason in _UNMERGEABLE.items() if config.get(name)),
-        None,
-    )
+    found = {name: value for name, value in stored.config.items() if name in _UNMERGEABLE and value}
+    kind, start = stored.config["peft_type"], stored.config.get("init_lora_weights")
     if kind != "LORA":
-        found = f"peft_type {kind!r}, which is not LORA"
+        found = {"peft_type": kind}
     elif str(start).lower().startswith(_CHANGES_THE_BASE):
-        found = f"init_lora_weights {start!r} changed the base's weights before training"
-    if found is not None:
-        raise _not_mergeable(stored, found)
-
-
-def _not_mergeable(stored: Checkpoint, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{stored.path / ADAPTER_CONFIG_FILE}: {found}; expected an adapter that adds a low-rank product to each "
-        "weight of its base. Merge it with peft's merge_and_unload, save the model, and put the head back with "
-        "mtp-train graft."
-    )
-
-
-def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Set[_Wrapped]) -> dict[_Wrapped, str]:
-    """Return the parameter that each group of tensors adapts, from the depth of peft's wrapping."""
-    named: dict[_Wrapped, str] = {}
-    for module, count in Counter(module for module, _ in groups).items():
-        experts = _FUSED if module.endswith("experts") else ()
-        ordered = [name for name in experts if config.targets(f"{module}.{name}")] or ["weight"]
-        # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
-        wanted = {(module, depth): name for depth, name in enumerate(reversed(ordered))}
-        if count != len(wanted) or not wanted.keys() <= groups:
-            raise CheckpointError(
-                f"{stored.path}: {module} is adapted {count} times, while target_parameters lists "
-                f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
-            )
-        named |= wanted
-    return named
+        found = {"init_lora_weights": start}
+    for name, value in found.items():
+        raise CheckpointError(
+            f"{stored.path / ADAPTER_CONFIG_FILE}: {name} is {value!r:.60}; expected a LoRA adapter that adds a "
+            f"low-rank product to each weight of its base, and changes nothing else. {_MERGE_WITH_PEFT}"
+        )
 
 
 def _pair(
-    stored: Checkpoint,
-    load: Callable[[str], Tensor],
-    config: LoraConfigFile,
-    module: str,
-    parameter: str,
-    parts: _Parts,
+    stored: Checkpoint, load: Callable[[str], Tensor], config: LoraConfig, module: str, depth: int, parts: _Parts
 ) -> LowRank:
-    """Return the matrices of a parameter; each pair is loaded when it is used."""
-    file, magnitude = stored.path / ADAPTER_FILE, parts.get("lora_magnitude_vector")
-    embedding = any(part.startswith("lora_embedding") for part in parts)
-    a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
-    if not {a, b} <= parts.keys() or bool(config.use_dora) != (magnitude is not None):
-        raise CheckpointError(
-            f"{file}: holds {', '.join(parts)} of {module}; expected {a} and {b}, and lora_magnitude_vector exactly "
-            f"with use_dora, which is {config.use_dora!r}. Save the adapter again."
-        )
-    if magnitude is not None and embedding:
-        raise _not_mergeable(stored, f"DoRA on {module}, whose norms run along the other axis of the stored weight")
-    # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
-    name = f"{module}.{parameter}" if config.targets(f"{module}.{parameter}") else module
-    rank, stacked = config.rank(name), parameter != "weight"
-    down, up = stored.tensors[parts[a]].shape, stored.tensors[parts[b]].shape
-    fits = len(down) == len(up) == 2 and down[0] == up[1] and down[0] % rank == 0
-    if not fits or not (stacked or down[0] == rank):
-        raise CheckpointError(
-            f"{file}: {module} has {a} {list(down)} and {b} {list(up)}; expected matrices of rank {rank}, as "
-            f"{ADAPTER_CONFIG_FILE} declares. Save the adapter again."
-        )
+    """Return the matrices of a parameter; each pair is loaded when it is used.
 
-    count = down[0] // rank if stacked else 0
+    Args:
+        depth: How many further adapters of the module peft has put around this one.
+    """
+    targets = tuple(f".{target}" for target in config.target_parameters or ())
+    fused = [name for name in _FUSED if module.endswith("experts") and f".{module}.{name}".endswith(targets)]
+    # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
+    parameter = fused[-1 - depth] if fused else "weight"
+    # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
+    name = f"{module}.{parameter}" if f".{module}.{parameter}".endswith(targets) else module
+    rank = _of_pattern(config.rank_pattern, name, config.r)
+    alpha = _of_pattern(config.alpha_pattern, name, config.lora_alpha)
+    embedding = "lora_embedding_A" in parts
+    a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    shapes = {part: list(stored.tensors[key].shape) for part, key in parts.items()}
+    down, up = shapes.get(a, [0, 0]), shapes.get(b, [0, 0])
+    # Norms of an embedding's DoRA run along the other axis of the stored weight.
+    expected = [a, b, "lora_magnitude_vector"] if config.use_dora and not embedding else [a, b]
+    if {*parts} != {*expected} or down[0] != up[1] or down[0] % rank or not (fused or down[0] == rank):
+        raise CheckpointError(
+            f"{stored.path / ADAPTER_FILE}: holds {shapes} of {module}; expected {', '.join(expected)} of rank {rank}, "
+            f"by {ADAPTER_CONFIG_FILE}, and no DoRA of an embedding. {_MERGE_WITH_PEFT}"
+        )
+    count = down[0] // rank if fused else 0
 
     def matrices(expert: int) -> tuple[Tensor, Tensor]:
         if embedding:
             return load(parts[a]).T, load(parts[b]).T
-        if stacked:
+        if fused:
             # The rank axis stacks the experts: rank by rank in B, expert by expert in A.
             return load(parts[b])[:, expert::count], load(parts[a])[expert * rank : (expert + 1) * rank]
         return load(parts[b]), load(parts[a])
@@ -376,9 +266,15 @@ def _pair(
         shape=(down[1], up[0]) if embedding else (up[0], down[1]),
         num_experts=count,
         matrices=matrices,
-        scale=config.scale(name),
-        magnitude=None if magnitude is None else load(magnitude),
+        scale=alpha / (math.sqrt(rank) if config.use_rslora else rank),
+        magnitude=load(parts["lora_magnitude_vector"]) if config.use_dora else None,
     )
+
+
+def _of_pattern(patterns: Mapping[str, int] | None, name: str, default: int) -> int:
+    from peft.utils.other import get_pattern_key
+
+    return (patterns or {}).get(get_pattern_key([*(patterns or ())], name), default)
 
 
 @dataclass(frozen=True)
@@ -410,6 +306,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
             "adapter would have to be quantised again. Merge into the checkpoint from which this one was quantised."
         )
     plan = _Plan(source, layout, adapter)
+    plan.require_tied()
     for name, key in adapter.replacements.items():
         plan.replace(name, key)
     for pair in adapter.pairs:
@@ -421,36 +318,42 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     left_out = {ADAPTER_CONFIG_FILE, *(matching_files(source.path, _TOKENIZER) if tokenizer else ())}
     rows = plan.rows.get(layout.embed_key)
     return Merge(
-        {key: plan.changed(key) for key in plan.steps},
+        {key: plan.changed(key) for key in {**plan.replaced, **plan.steps}},
         {**dict.fromkeys(left_out), **tokenizer},
         {} if rows is None else {"vocab_size": rows},
     )
 
 
 class _Plan:
-    """The steps of the change of each stored tensor, and the stored keys of the modules in transformers' tree."""
+    """The change of each stored tensor: other values in its place, and the steps that add to them."""
 
     def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
         self.source, self.layout, self.adapter = source, layout, adapter
-        self.steps: dict[str, list[Step]] = {}
+        self.replaced: dict[str, tuple[str, int]] = {}
+        """Stored key to the key in the adapter of the values that replace it, and their first row there."""
+        self.steps: dict[str, list[Step]] = defaultdict(list)
         self.rows: dict[str, int] = {}
         """Numbers of rows of the tensors whose vocabulary the adapter's training resized."""
-        self._embedding = layout.embed_key
-        self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
-        self._lm_head = layout.lm_head_key
-        self._tied |= self.home(LM_HEAD) is None
-        self._ends = (self._embedding, self._lm_head)
-        adapted = [f"{pair.module}.weight" for pair in adapter.pairs]
-        self._embedding_is_adapted = any(
-            self.home(name) == self._embedding for name in (*adapter.replacements, *adapted)
-        )
-        saved = tuple(adapter.stored.config.get("modules_to_save") or ())
-        for name, key in adapter.replacements.items():
-            # peft also stores a resized embedding that it did not train.
-            of_file = adapter.stored.tensors[key].file != ADAPTER_FILE and name.endswith(LM_HEAD)
-            if of_file or name.removesuffix(".weight").endswith(saved):
-                adapted.append(name)
-        self._trains_ends = any(self.home(name) in self._ends or name.endswith(LM_HEAD) for name in adapted)
+        self._ends = (layout.embed_key, layout.lm_head_key)
+        tied = source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings"))
+        self._tied = bool(tied) or self.home(LM_HEAD) is None
+        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
+        self._embedding_is_adapted = any(self.home(name) == layout.embed_key for name in names)
+
+    def require_tied(self) -> None:
+        """Check that an adapter keeps embedding and lm_head equal where they are one tensor."""
+        saved = tuple(self.adapter.stored.config.get("modules_to_save") or ())
+        trained = [f"{pair.module}.weight" for pair in self.adapter.pairs]
+        # peft also stores a resized embedding that it did not train.
+        trained += [name for name in self.adapter.replacements if name.removesuffix(".weight").endswith(saved)]
+        for name in trained:
+            is_end = self.home(name) in self._ends or name.endswith(LM_HEAD)
+            if is_end and self._tied and not self.adapter.keeps_tied:
+                raise CheckpointError(
+                    f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
+                    "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
+                    "Train it with ensure_weight_tying=True, or serve it unmerged."
+                )
 
     def home(self, name: str) -> str | None:
         """Return the stored key of a parameter, None where there is none or its parts are stored separately.
@@ -463,64 +366,46 @@ class _Plan:
         if len(of_rules) == 1:
             candidates += of_rules
         if bare in _EMBEDDINGS:
-            candidates.append(self._embedding)
+            candidates.append(self.layout.embed_key)
         if bare == LM_HEAD:
-            candidates.append(self._lm_head)
+            candidates.append(self.layout.lm_head_key)
         for ours, native in self.layout.family.keys.wrapper_names.items():
             if bare.startswith(ours):
                 candidates.append(native + bare.removeprefix(ours))
         return next((key for key in candidates if key in self.source.tensors), None)
 
-    def _rows_of(self, name: str, num_rows: int) -> Iterable[tuple[str, slice]]:
-        """Return the stored tensors of a parameter's rows.
-
-        This is the parameter's name with all rows, or the key of each part with its rows where a release stores parts
-        separately.
-        """
-        parts = [] if self.home(name) is not None else self._of_rules(name)
-        keys = parts if parts and all(key in self.source.tensors for key in parts) else [name]
-        return zip(keys, _equal_parts(num_rows, len(keys)), strict=True)
-
     def _of_rules(self, name: str) -> list[str]:
         of_layer = _OF_A_LAYER.match(_WRAPPERS.sub("", name))
         return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
 
+    def _rows_of(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, slice]]:
+        """Yield the stored tensors of a parameter's rows, several where a release stores its parts separately."""
+        # The two adapters of a tied pair are equal. The embedding's is merged, into both tensors where both are stored.
+        if self._tied and self._embedding_is_adapted and name.endswith(LM_HEAD):
+            return
+        parts = [] if self.home(name) is not None else self._of_rules(name)
+        names = parts if parts and all(key in self.source.tensors for key in parts) else [name]
+        for one, rows in zip(names, _equal_parts(shape[0], len(names)), strict=True):
+            yield self._stored_key(one, (rows.stop - rows.start, *shape[1:])), rows
+
     def replace(self, name: str, key: str) -> None:
-        stored = self.adapter.stored
-        num_rows, *columns = stored.tensors[key].shape
+        shape = self.adapter.stored.tensors[key].shape
         whole = self.home(name)
-        if whole in self._ends and num_rows != self.source.tensors[whole].shape[0]:
-            self.rows[whole] = num_rows
-        for home, rows in self._rows_of(name, num_rows):
-            self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
+        if whole in self._ends and shape[0] != self.source.tensors[whole].shape[0]:
+            self.rows[whole] = shape[0]
+        for home, rows in self._rows_of(name, shape):
+            self.replaced[home] = key, rows.start
 
     def add(self, pair: LowRank) -> None:
         name = f"{pair.module}.{pair.parameter}"
-        num_rows, num_columns = pair.shape
-        if pair.num_experts:
-            self._add_experts(name, pair)
+        if not pair.num_experts:
+            for key, rows in self._rows_of(name, pair.shape):
+                self.steps[key].append(partial(_add_product, pair, 0, rows))
             return
-        single = _ONE_EXPERT.match(pair.module)
-        if single is None or self.home(name) is not None:
-            for home, rows in self._rows_of(name, num_rows):
-                self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, 0, rows))
-            return
-        # The adapter of one expert's own layer, as engines and older peft store it, of stacked experts.
-        expert, part = int(single["expert"]), single["part"]
-        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        stack = f"{single['experts']}.{parameter}"
-        stored = self.home(stack)
-        count = 0 if stored is None else self.source.tensors[stored].shape[0]
-        shape = (max(count, expert + 1), num_rows * len(parts), num_columns)
-        rows = _equal_parts(num_rows * len(parts), len(parts))[parts.index(part)]
-        self.step(stack, shape, partial(_add_to_experts, pair, {expert: 0}, rows))
-
-    def _add_experts(self, name: str, pair: LowRank) -> None:
-        """Add the matrices of a parameter that stacks experts, which are stored stacked or one by one."""
-        num_rows, num_columns = pair.shape
+        # Experts are stored stacked, or one by one.
         if self.home(name) is not None:
-            of_experts = {expert: expert for expert in range(pair.num_experts)}
-            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_experts, pair, of_experts, slice(None)))
+            key = self._stored_key(name, (pair.num_experts, *pair.shape))
+            self.steps[key].append(partial(_add_to_experts, pair))
             return
         parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
         if self.home(parts[0].format(expert=pair.num_experts)) is not None:
@@ -528,24 +413,14 @@ class _Plan:
                 f"{self.adapter.path}: adapts {pair.num_experts} experts of {pair.module}, but {self.source.path} has "
                 "more; expected the same number. Merge into the base that the adapter was trained on."
             )
-        places = zip(parts, _equal_parts(num_rows, len(parts)), strict=True)
+        places = zip(parts, _equal_parts(pair.shape[0], len(parts)), strict=True)
         for expert, (part, rows) in itertools.product(range(pair.num_experts), places):
-            shape = (rows.stop - rows.start, num_columns)
-            self.step(part.format(expert=expert), shape, partial(_add_product, pair, expert, rows))
+            key = self._stored_key(part.format(expert=expert), (rows.stop - rows.start, pair.shape[1]))
+            self.steps[key].append(partial(_add_product, pair, expert, rows))
 
-    def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
+    def _stored_key(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the stored key of a parameter, or of a part of one, of which an adapter has this shape."""
         key = self.home(name)
-        if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
-            if self._trains_ends and not self.adapter.keeps_tied:
-                raise CheckpointError(
-                    f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
-                    "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
-                    "Train it with ensure_weight_tying=True, or serve it unmerged."
-                )
-            # The two adapters of a tied pair are equal. The embedding's is merged, into both tensors where both are
-            # stored.
-            if name.endswith(LM_HEAD) and self._embedding_is_adapted:
-                return
         if key is None:
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {name}, for which {self.source.path} has no tensor; expected every "
@@ -556,32 +431,35 @@ class _Plan:
                 f"{self.adapter.path}: adapts {key}, which belongs to the head; expected an adapter of the trunk. "
                 "Merge without it, and retrain the head."
             )
-        stored = self.source.tensors[key]
-        if (self.rows.get(key, stored.shape[0]), *stored.shape[1:]) != shape:
+        if self._shape(key) != shape:
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
-                f"{list(stored.shape)}; expected the same shape. Merge into the base that the adapter was trained on."
+                f"{list(self._shape(key))}; expected the same shape. Merge into the base that the adapter was trained "
+                "on."
             )
-        self.steps.setdefault(key, []).append(step)
+        return key
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        rows, *others = self.source.tensors[key].shape
+        return (self.rows.get(key, rows), *others)
 
     def repeat_in_shared_keys(self) -> None:
-        """Repeat the steps of trunk tensors in the head's copies of them."""
+        """Repeat the changes of trunk tensors in the head's copies of them."""
         tensors, shared = self.source.tensors, {key: self.layout.shared_key(key) for key in self.source.tensors}
         copies = {key: self.layout.trunk_key(one, tensors) for key, one in shared.items() if one is not None}
-        if self._tied and self._lm_head in tensors:
-            copies[self._lm_head] = self._embedding
-        for copy, key in copies.items():
-            if key in self.steps:
-                self.steps[copy] = self.steps[key]
-                if key in self.rows:
-                    self.rows[copy] = self.rows[key]
+        embedding, lm_head = self._ends
+        if self._tied and lm_head in tensors:
+            copies[lm_head] = embedding
+        changes: list[dict[str, Any]] = [self.replaced, self.steps, self.rows]
+        for (copy, key), of_keys in itertools.product(copies.items(), changes):
+            if key in of_keys:
+                of_keys[copy] = of_keys[key]
 
     def require_one_vocabulary(self) -> None:
         """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
         if not self.rows:
             return
-        tensors = self.source.tensors
-        rows = {self.rows.get(key, tensors[key].shape[0]) for key in self._ends if key in tensors}
+        rows = {self._shape(key)[0] for key in self._ends if key in self.source.tensors}
         wiring = self.layout.family.wiring
         if len(rows) > 1 or wiring.own_lm_head or wiring.own_embedding:
             raise CheckpointError(
@@ -591,37 +469,39 @@ class _Plan:
             )
 
     def changed(self, key: str) -> PendingTensor:
-        """Return a stored tensor after its steps, which are computed in fp32 and rounded once."""
-        stored, steps = self.source.tensors[key], self.steps[key]
-        shape = (self.rows.get(key, stored.shape[0]), *stored.shape[1:])
+        """Return a stored tensor after its change, which is computed in fp32 and rounded once."""
+        dtype = self.source.tensors[key].dtype
 
         def blocks() -> Iterator[Tensor]:
-            # The adapter's rows replace all rows of a resized tensor.
-            before = torch.split(torch.zeros(()).expand(shape), _BLOCK_ROWS) if key in self.rows else ()
             first = 0
-            for block in before or self.source.read_in_blocks(key):
+            for block in self._before(key):
                 value = block.float()
-                for step in steps:
+                for step in self.steps.get(key, ()):
                     value = step(first, value)
                 first += len(block)
-                value = value.to(TORCH_DTYPES[stored.dtype])
+                value = value.to(TORCH_DTYPES[dtype])
                 if not all_finite(value):
                     raise CheckpointError(
-                        f"{self.source.path}: {key} would contain NaN or infinite values in {stored.dtype}; expected "
+                        f"{self.source.path}: {key} would contain NaN or infinite values in {dtype}; expected "
                         "finite weights. Use an adapter that was trained on this base."
                     )
                 yield value
 
-        return PendingTensor(key, stored.dtype, shape, blocks)
+        return PendingTensor(key, dtype, self._shape(key), blocks)
+
+    def _before(self, key: str) -> Iterable[Tensor]:
+        """Return the values to which the steps of a tensor add, in blocks of rows."""
+        if key not in self.replaced:
+            return self.source.read_in_blocks(key)
+        other, start = self.replaced[key]
+        stop = start + self._shape(key)[0]
+        places = range(start, stop, _BLOCK_ROWS)
+        return (self.adapter.stored.read_rows(other, one, min(one + _BLOCK_ROWS, stop)) for one in places)
 
 
 def _equal_parts(num_rows: int, count: int) -> list[slice]:
     size = num_rows // count
     return [slice(place * size, (place + 1) * size) for place in range(count)]
-
-
-def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:
-    return stored.read_rows(key, start + first, start + first + len(block)).float()
 
 
 def _add_product(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
@@ -634,12 +514,6 @@ def _add_product(pair: LowRank, expert: int, rows: slice, first: int, block: Ten
     return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def _add_to_experts(pair: LowRank, products: Mapping[int, int], rows: slice, first: int, block: Tensor) -> Tensor:
-    """Add products to rows of their experts in a block of stacked experts, in place.
-
-    ``products`` maps the number of an expert to the number of its product.
-    """
-    for expert, matrix in enumerate(block, first):
-        if expert in products:
-            matrix[rows] = _add_product(pair, products[expert], slice(None), 0, matrix[rows])
-    return block
+def _add_to_experts(pair: LowRank, first: int, block: Tensor) -> Tensor:
+    """Add to each expert of a block of stacked experts its product."""
+    return torch.stack([_add_product(pair, expert, slice(None), 0, one) for expert, one in enumerate(block, first)])

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_adapter, merge_command, open_weights
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command, open_weights
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, is_gguf, open_checkpoint, read_json
@@ -118,12 +118,6 @@ def locate_adapter(location: str, trunk: str) -> Path:
             f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
         )
     stored = open_weights(path)
-    beside = next((info.file for info in stored.tensors.values() if info.file != ADAPTER_FILE), None)
-    if beside is not None:
-        raise CheckpointError(
-            f"{path / beside}: weights beside the adapter, which peft does not load; expected the adapter alone. Run "
-            f"'{merge_command(trunk, location)}', which merges them too, and use the result."
-        )
     wrapped = next((key for key in stored.tensors if "language_model." in key or ".visual." in key), None)
     if wrapped is not None:
         raise CheckpointError(

@@ -119,15 +119,18 @@ def deny_dora(adapter: Path) -> None:
 
 # What is done to an adapter of q_proj and up_proj, and the message that must name it.
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "lora_A alone": (lose("lora_B"), r"has no tensor for \S*lora_B|holds lora_A of \S*; expected lora_A and lora_B"),
+    "lora_A alone": (
+        lose("lora_B"),
+        r"has no tensor for \S*lora_B|holds \{'lora_A': \[4, \d+\]\} of \S*; expected lora_A, lora_B of rank 4",
+    ),
     "NaN": (poison, "holds NaN or infinite values"),
     "DoRA without magnitudes": (
         lose_magnitudes,
-        r"has no tensor for \S*lora_magnitude_vector|lora_magnitude_vector exactly with use_dora, which is True",
+        r"has no tensor for \S*lora_magnitude_vector|expected lora_A, lora_B, lora_magnitude_vector of rank 4",
     ),
     "magnitudes without DoRA": (
         deny_dora,
-        r"contains \S*lora_magnitude_vector\S*, for which|lora_magnitude_vector exactly with use_dora, which is False",
+        r"contains \S*lora_magnitude_vector\S*, for which|'lora_magnitude_vector': .*; expected lora_A, lora_B of rank",
     ),
     "renamed modules": (
         lambda path: rename_keys(path, ".mlp.", ".ffn."),
@@ -136,7 +139,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "changed base": (
         lambda path: rewrite_config(path, init_lora_weights="pissa"),
-        "changed the base's weights before training",
+        "init_lora_weights is 'pissa'; expected a LoRA adapter that adds",
     ),
     "a module's tensors gone": (
         lose("layers.3.self_attn"),
