@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import shlex
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
+    REJECTIONS,
     TORCH_DTYPES,
     Checkpoint,
     all_finite,
@@ -37,7 +39,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor
-from mtp_train.errors import CheckpointError
+from mtp_train.errors import CheckpointError, one_line
 
 # Commands that read no adapter start without peft.
 if TYPE_CHECKING:
@@ -105,6 +107,8 @@ class Adapter:
     pairs: tuple[LowRank, ...]
     replacements: Mapping[str, str]
     """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases)."""
+    saved: tuple[str, ...]
+    """Names of ``modules_to_save``."""
     keeps_tied: bool
     """Whether it was trained with embedding and lm_head tied to each other."""
 
@@ -157,11 +161,21 @@ def read_adapter(path: Path) -> Adapter:
 
     stored = open_weights(path)
     _require_mergeable(stored)
-    config = LoraConfig.from_pretrained(str(path))
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
-    pairs = tuple(_pair(stored, load, config, module, depth, parts) for (module, depth), parts in groups.items())
-    return Adapter(stored, pairs, replacements, bool(stored.config.get("ensure_weight_tying")))
+    try:
+        with warnings.catch_warnings():
+            # Of fields that do not matter here.
+            warnings.simplefilter("ignore")
+            config = LoraConfig.from_pretrained(str(path))
+        saved = tuple(map(str, stored.config.get("modules_to_save") or ()))
+        pairs = tuple(_pair(stored, load, config, module, depth, parts) for (module, depth), parts in groups.items())
+    except (*REJECTIONS, re.error) as error:
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG_FILE}: peft cannot read it ({type(error).__name__}: {one_line(error):.300}); "
+            "expected the config of a LoRA adapter. Restore the original, or save the adapter again."
+        ) from error
+    return Adapter(stored, pairs, replacements, saved, bool(stored.config.get("ensure_weight_tying")))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -342,10 +356,10 @@ class _Plan:
 
     def require_tied(self) -> None:
         """Check that an adapter keeps embedding and lm_head equal where they are one tensor."""
-        saved = tuple(self.adapter.stored.config.get("modules_to_save") or ())
         trained = [f"{pair.module}.weight" for pair in self.adapter.pairs]
         # peft also stores a resized embedding that it did not train.
-        trained += [name for name in self.adapter.replacements if name.removesuffix(".weight").endswith(saved)]
+        replaced, saved = self.adapter.replacements, self.adapter.saved
+        trained += [name for name in replaced if name.removesuffix(".weight").endswith(saved)]
         for name in trained:
             is_end = self.home(name) in self._ends or name.endswith(LM_HEAD)
             if is_end and self._tied and not self.adapter.keeps_tied:
