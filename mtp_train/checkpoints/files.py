@@ -171,10 +171,6 @@ class Checkpoint:
         for file in {info.file for info in self.tensors.values()}:
             if read_metadata(self.path / file).get("format") == "mlx":
                 return f"the header of {file} has format: mlx"
-        for key, info in self.tensors.items():
-            # Convolutions of transformers are stored as (channels, 1, kernel).
-            if key.endswith("conv1d.weight") and info.shape[2:] == (1,) != info.shape[1:2]:
-                return f"{key} is {list(info.shape)}, with its last two axes swapped"
         return None
 
     @property

@@ -86,13 +86,12 @@ def equal_values(checkpoint: Checkpoint, key: str, other: Checkpoint, other_key:
     return all(torch.equal(mine.float(), theirs.float()) for mine, theirs in blocks)
 
 
-WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]
+WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed"]
 _WORDS: Mapping[WrongForm, str] = {
     "zero": "zero everywhere",
     "halves swapped": "the base's with the halves of its input swapped",
     "norms shifted": "the base's shifted by one, as converters store norms that multiply by 1 + w",
     "transposed": "the base's transposed",
-    "rescaled": "the base's times a constant",
 }
 _FAR = 0.3
 """A relative change that a matrix has to exceed before a swapped or transposed form of it is tried."""
@@ -103,9 +102,6 @@ _UNRELATED = 0.02
 """The largest share of the base's head that matrices contain which were not made from it; less for rounding alone."""
 _SHIFT_RMS = 0.1
 """How far a norm's weights may be from the base's weights plus or minus one."""
-_SCALE, _SCALE_REST = 0.02, 0.01
-"""How far a constant has to be from 1, and how much of the tensor it may leave over: more than rounding to bf16 does,
-less than training."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +196,7 @@ def _wrong_form(
         rest_D = difference_D - difference_D.mean().round().clamp(-1, 1)
         shifted = abs(float(difference_D.mean())) > 0.5 and float(rest_D.square().mean().sqrt()) < _SHIFT_RMS
         return "norms shifted" if shifted else None
-    relative, inner = math.sqrt(change / size), (own + size - change) / 2
-    if abs(inner / size - 1) > _SCALE and own - inner**2 / size < _SCALE_REST**2 * own:
-        return "rescaled"
+    relative = math.sqrt(change / size)
     if len(old.shape) != 2 or relative < _FAR:
         return None
     rows, columns = old.shape
