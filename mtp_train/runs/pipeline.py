@@ -113,7 +113,7 @@ def run_recipe(
             directory.recording() as attempt,
             full_disk_is_named(directory.path, what="the run"),
             lost_process_is_named(),
-            memory_is_named(recipe, lambda: attempt.stage),
+            memory_is_named(lambda: attempt.stage),
             progress_on(console, is_main=is_main_process()) as progress,
         ):
             accelerator, recipe = join_processes(recipe, directory)

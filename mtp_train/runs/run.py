@@ -181,7 +181,7 @@ def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> s
 
 
 @contextlib.contextmanager
-def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
+def memory_is_named(stage: Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error of the device or the machine into one with a hint for the stage of the run."""
     try:
         yield
@@ -191,23 +191,17 @@ def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
             raise
         found = str(error).strip().partition("\n")[0].partition(" GPU ")[0] or "no memory left"
         raise OutOfMemoryError(
-            f"stage '{stage()}': out of memory ({found.rstrip('. ')}); expected it to suffice. {cure(recipe, stage())}"
+            f"stage '{stage()}': out of memory ({found.rstrip('. ')}); expected it to suffice. "
+            f"{f'{_CURES[stage()]}. ' if stage() in _CURES else ''}{_LESS_OF_THE_TRUNK}"
         ) from error
 
 
-def cure(recipe: Recipe, stage: str) -> str:
-    """Return the hint for a stage that ran out of memory; settings that change no result come first."""
-    train, regenerate = recipe.train, recipe.data.regenerate
-    if stage == "data" and regenerate is not None:
-        return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
-    if stage == "evaluate" and recipe.study is not None:
-        return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
-    if stage == "evaluate":
-        return f"Lower evaluate.dense_tokens ({recipe.evaluate.dense_tokens}), or write model.dtype: bfloat16."
-    if stage == "train" and train.micro_batch_sequences > 1:
-        return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
-    if stage == "train" and not train.gradient_checkpointing:
-        return "Write train.gradient_checkpointing: true; it changes no result."
-    shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
-    offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
-    return f"Write model.dtype: bfloat16{offload}, or {shards}."
+_CURES = {
+    "data": "Lower data.regenerate.batch_size or data.regenerate.max_new_tokens",
+    "train": "Write train.micro_batch_sequences: 1, then train.gradient_checkpointing: true; neither changes a result",
+    "evaluate": "Lower evaluate.dense_tokens, evaluate.max_new_tokens or study.batch",
+}
+_LESS_OF_THE_TRUNK = (
+    f"Write model.dtype: bfloat16, or model.offload: cpu; or launch with {accelerate_file('fsdp2')} on several GPUs, "
+    "which puts the trunk in shards."
+)

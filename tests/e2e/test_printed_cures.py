@@ -26,6 +26,7 @@ from json_files import write_rows
 from mtp_train.checkpoints.suggestions import download_command
 from mtp_train.cli.main import build_parser, main, parse
 from mtp_train.data.tokenize import Document
+from mtp_train.errors import OutOfMemoryError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline, rescue, run
 from mtp_train.runs.training import part_documents
@@ -359,23 +360,19 @@ def test_answers_alone_are_generated_as_printed(inputs: Path, capfd: Capture) ->
 
 
 @pastes(
-    "Lower evaluate.dense_tokens ({}), or write model.dtype: bfloat16.",
-    "Write train.micro_batch_sequences: 1; it is {}, and changes no result.",
-    "Write train.gradient_checkpointing: true; it changes no result.",
-    "Write model.dtype: bfloat16{}, or {}.",
-    " or model.offload: cpu",
+    "Write train.micro_batch_sequences: 1, then train.gradient_checkpointing: true; neither changes a result",
+    "Write model.dtype: bfloat16, or model.offload: cpu; or launch with {} on several GPUs, which puts the trunk in "
+    "shards.",
 )
 def test_what_needs_less_memory_is_a_recipe(inputs: Path) -> None:
     recipe = tiny_recipe(inputs, Path("run"), train__micro_batch_sequences=2)
-    for stage in ("train", "train", "train", "evaluate"):
-        hint = f"x: full; expected room. {run.cure(recipe, stage)}"
-        PASTED.append(hint)
-        for change in (changes_of(hint), re.findall(r"model.offload: (cpu)", hint)):
-            words = [f"model.offload={word}" if word == "cpu" else word for word in change]
-            load_recipe(recipe, words)
-        recipe = load_recipe(recipe, changes_of(hint))
-    assert (recipe.train.micro_batch_sequences, recipe.train.gradient_checkpointing) == (1, True)
-    assert recipe.model.dtype == "bfloat16"
+    with pytest.raises(OutOfMemoryError) as found, run.memory_is_named(lambda: "train"):
+        raise MemoryError
+    PASTED.append(str(found.value))
+    words = re.findall(r"([a-z]+\.[a-z_]+): (\w+)", PASTED[-1])
+    assert len(words) == 4
+    for field, value in words:
+        assert load_recipe(recipe, [f"{field}={value}"]) != recipe
 
 
 @pastes("  or with head.kind={}{}", " head.init=random")
