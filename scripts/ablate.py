@@ -45,6 +45,7 @@ from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, join_processes
 from mtp_train.runs.run_directory import RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
+from mtp_train.runs.trunks import decoding_trunk
 from mtp_train.trunk.load import Trunk
 from recorded_ablation import contrasts, pooled, tables
 
@@ -135,13 +136,13 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     run_directory.require_ours(recipe)
     accelerator, recipe = join_processes(recipe, run_directory)
     run = Run.begin(recipe, run_directory, accelerator, progress)
-    run.decoding_trunk()
+    decoding_trunk(run)
     run.claim()
     own = data_stage(run)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in run.inputs.text.prompts}
     corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
-    return Bench(run, run.decoding_trunk(), {"self": own, "corpus": corpus})
+    return Bench(run, decoding_trunk(run), {"self": own, "corpus": corpus})
 
 
 def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:

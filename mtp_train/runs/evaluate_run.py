@@ -38,6 +38,7 @@ from mtp_train.runs.inputs import Inputs, source_plan
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
+from mtp_train.runs.trunks import decoding_trunk
 from mtp_train.train.machine import device_name, set_threads
 from mtp_train.trunk.load import Trunk
 
@@ -94,7 +95,7 @@ def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
     The arms on the run's trunk decode at every setting, the vanilla model at the first one only. The retrained head is
     also measured at every depth below the recipe's, greedily.
     """
-    recipe, inputs, trunk = run.recipe, run.inputs, run.decoding_trunk()
+    recipe, inputs, trunk = run.recipe, run.inputs, decoding_trunk(run)
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
     plans = head_plans(recipe, run.directory.path, inputs)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
@@ -111,7 +112,7 @@ def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         # One trunk is in memory at a time.
         del trunk, heads
-        run.release_trunk()
+        run.held.release(run.accelerator)
         arms.append(measure_vanilla(run, inputs.base, first, facts["dtype"]))
     return Measurements(arms, facts=facts)
 
@@ -175,7 +176,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
         inputs=replace(inputs, finetune=base, adapter=None, text=text),
         held=HeldTrunk(),
     )
-    trunk = vanilla.decoding_trunk()
+    trunk = decoding_trunk(vanilla)
     heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, trunk)}
     return measure(vanilla, trunk, heads, [setting])[1]
 

@@ -47,7 +47,7 @@ from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import STATE, tracking_of
 from mtp_train.runs.study import head_runs, measure_study, study_outcome
 from mtp_train.runs.training import part_documents, train_stage
-from mtp_train.runs.trunks import answering_dtype, load_to_train
+from mtp_train.runs.trunks import answering_dtype, decoding_trunk, load_to_train
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
@@ -235,12 +235,12 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     if is_measured:
         report: Report | None = load_report(run.directory.path / REPORT_FILE)
     elif study is not None:
-        run.release_trunk()
+        run.held.release(run.accelerator)
         report = measure_study(run, study)
     elif recipe.gate.enabled:
         report = evaluate_run(run)
     else:
-        run.release_trunk()
+        run.held.release(run.accelerator)
         report = unjudged(run.recipe, run.inputs)
     return report if run.is_main else None
 
@@ -252,7 +252,7 @@ def _load_first(run: Run, *, is_trained: bool) -> None:
     """
     recipe, goes_on = run.recipe, _has_begun(run)
     if is_trained or (recipe.data.regenerate is not None and recipe.decodes and not goes_on):
-        run.decoding_trunk()
+        decoding_trunk(run)
     elif recipe.train.hidden_cache is recipe.train.states is None or (recipe.gate.enabled and not goes_on):
         load_to_train(run)
 
@@ -382,9 +382,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         accelerator, checked = join_processes(checked, directory)
         run = Run.begin(checked, directory, accelerator, progress, judges=False)
         if settings.endpoint is None:
-            run.decoding_trunk(answering_dtype(run))
+            decoding_trunk(run, answering_dtype(run))
         elif checked.decodes:
-            run.decoding_trunk()
+            decoding_trunk(run)
         elif checked.train.states is None:
             load_to_train(run)
         run.claim()

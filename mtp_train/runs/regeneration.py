@@ -35,7 +35,7 @@ from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.trunks import answering_dtype, served_judge, trunk_in_shards
+from mtp_train.runs.trunks import answering_dtype, decoding_trunk, served_judge, trunk_in_shards
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import gather_in, shards_trunk
@@ -126,7 +126,7 @@ def _answered_by_server(
         with served_judge(run, run.recipe.train.states, texts) as judge:
             return answer(judge)
     if not is_shared:
-        return answer(Judge.of(run.decoding_trunk()))
+        return answer(Judge.of(decoding_trunk(run)))
     trunk = trunk_in_shards(run)
     return with_followers(trunk, run.accelerator, partial(answer, Judge.of(trunk)))
 
@@ -169,7 +169,7 @@ def answer_by_decoder(
     if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
     decoder = SpeculativeDecoder(
-        run.decoding_trunk(answering_dtype(run)), None, 0, answering.eos_ids, max_batch=batch_size
+        decoding_trunk(run, answering_dtype(run)), None, 0, answering.eos_ids, max_batch=batch_size
     )
     run.forecast.update(0.0, math.inf)
     regenerate(

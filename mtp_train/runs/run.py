@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,11 +26,8 @@ from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.refusals import require_answers
 from mtp_train.runs.resolve import Choice
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
-from mtp_train.runs.trunks import decoding_trunk, states_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
-from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.states import States
 
 ATTEMPTS, PAUSE_SECONDS = 60, 1.0
 """A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
@@ -85,24 +82,6 @@ class Run(RunContext):
             self.directory.record_recipe(self.recipe)
             values = ", ".join(f"{one.field}={one.shown}" for one in choices)
             self.progress.console.print(f"chosen by rule: {values}", highlight=False)
-
-    def states(
-        self,
-        documents: Sequence[Document],
-        layers: tuple[int, ...] = (),
-        *,
-        kept: Collection[int] = (),
-        is_read_once: bool = False,
-    ) -> States:
-        """Return the trunk's states of documents to train on, see :func:`mtp_train.runs.trunks.states_of`."""
-        return states_of(self, documents, layers, kept=kept, is_read_once=is_read_once)
-
-    def decoding_trunk(self, dtype: str | None = None) -> Trunk:
-        """Return the whole trunk to decode with, see :func:`mtp_train.runs.trunks.decoding_trunk`."""
-        return decoding_trunk(self, dtype)
-
-    def release_trunk(self) -> None:
-        self.held.release(self.accelerator)
 
     def claim(self) -> None:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""

@@ -32,6 +32,7 @@ from mtp_train.runs.forecast import training_units
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import MEASURES, STATE, tracking_of, train_options
+from mtp_train.runs.trunks import states_of
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
@@ -124,7 +125,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         documents = keep_targets(documents, set(trained_vocab.tolist()))
     training, measured = part_documents(recipe, documents)
     text = [documents[index] for index in training]
-    states = run.states(documents, head.trunk_layers, kept=measured, is_read_once=is_read_once(run, text))
+    states = states_of(run, documents, head.trunk_layers, kept=measured, is_read_once=is_read_once(run, text))
     batches = global_batches(
         text,
         seq_len_tokens=recipe.data.seq_len_tokens,

@@ -88,10 +88,10 @@ def load_to_train(run: RunContext) -> None:
 def states_of(
     run: RunContext,
     documents: Sequence[Document],
-    layers: tuple[int, ...],
+    layers: tuple[int, ...] = (),
     *,
-    kept: Collection[int],
-    is_read_once: bool,
+    kept: Collection[int] = (),
+    is_read_once: bool = False,
 ) -> States:
     """Return the states of documents to train a head on; every process must call it.
 

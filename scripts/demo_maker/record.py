@@ -34,6 +34,7 @@ from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
+from mtp_train.runs.trunks import decoding_trunk
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.machine import device_name
 from mtp_train.trunk.precision import resolve_precision
@@ -95,16 +96,16 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
 
 
 def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
-    run.decoding_trunk()
+    decoding_trunk(run)
     run.claim()
     documents, setting = _documents(arm, run, recording), greedy(run.recipe.draft_depth)
     drafting: Drafting = TableDrafting(make_table(documents))
     if arm != TABLE:
         train_stage(run, documents)
-        plan, dtype = load_artifact(run.directory.path / "head"), run.decoding_trunk().lm_head_VD.dtype
+        plan, dtype = load_artifact(run.directory.path / "head"), decoding_trunk(run).lm_head_VD.dtype
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=dtype).eval()
         drafting = HeadDrafting(head)
-    trunk = run.decoding_trunk()
+    trunk = decoding_trunk(run)
     _, drafted = measure(run, trunk, {arm: drafting}, [(arm, setting)])
     result = make_cell(drafted, setting).result
     # A table has no distribution to measure the entropy of the text with, which is the other arms'.

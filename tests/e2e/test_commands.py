@@ -18,6 +18,7 @@ from calls import calls_of
 from launching import environment, outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.trunks import states_of
 from mtp_train.trunk.load import Trunk, load_trunk
 from repository import RECIPES, REPOSITORY
 from runs import Capture, copy_run, document, refusal, run_command, tree, write_recipe
@@ -97,7 +98,7 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
     generated = calls_of(monkeypatch, SpeculativeDecoder, "generate")
 
     def stopped(run: Any, *_rest: Any, **_settings: Any) -> None:
-        dtypes.append(run.states([]).ends.dtype_name)
+        dtypes.append(states_of(run, []).ends.dtype_name)
         os.kill(os.getpid(), signal.SIGTERM)
 
     loads: list[torch.dtype] = []

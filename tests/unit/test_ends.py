@@ -23,6 +23,7 @@ from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, join_processes
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
+from mtp_train.runs.trunks import states_of
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import load_ends, load_trunk
 from runs import tiny_recipe, write_inputs
@@ -106,7 +107,7 @@ def test_a_head_is_trained_from_a_complete_cache_without_a_layer_of_the_trunk(tm
         run = Run.begin(recipe, directory, accelerator, progress)
         run.claim()
         documents = data_stage(run)
-        run.states(documents)
+        states_of(run, documents)
         layers.unlink()
         train_stage(run, documents)
     found, expected = (
