@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,7 +51,9 @@ def load_tokenizer(checkpoint: Checkpoint, adapter: Path | None = None) -> Any:
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(scratch, str(adapter))) from None
     tokenizer.name_or_path = str(adapter)
-    _require_rows(checkpoint, tokenizer, adapter)
+    command = merge_command(str(checkpoint.path), str(adapter))
+    hint = f"Run '{command}' if the adapter contains its embeddings."
+    _require_rows(checkpoint, tokenizer, lambda: _load(checkpoint).get_vocab(), hint)
     return tokenizer
 
 
@@ -60,18 +62,16 @@ def tell_once(sentence: str) -> None:
     logger.warning(sentence)
 
 
-def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) -> None:
-    """Check that a checkpoint has an embedding for every token of an adapter's tokenizer that it does not have."""
+def _require_rows(checkpoint: Checkpoint, tokenizer: Any, others: Callable[[], Collection[str]], hint: str) -> None:
+    """Check that a checkpoint has an embedding for every token of a tokenizer but ``others``."""
     rows = checkpoint.text_config.get("vocab_size")
     ids = tokenizer.get_vocab().items() if isinstance(rows, int) else ()
     beyond = {token: number for token, number in ids if number >= rows}
-    added = beyond.keys() - (_load(checkpoint).get_vocab() if beyond else {}).keys()
-    if added:
+    if added := beyond.keys() - (others() if beyond else ()):
         token = min(added, key=beyond.__getitem__)
         raise CheckpointError(
-            f"{adapter}: its tokenizer has the id {beyond[token]} for {token!r} ({len(added)} such tokens), and "
-            f"{checkpoint.path} has {rows} embeddings; expected a row for each token. Run "
-            f"'{merge_command(str(checkpoint.path), str(adapter))}' if the adapter contains its embeddings."
+            f"{tokenizer.name_or_path}: the tokenizer has the id {beyond[token]} for {token!r} ({len(added)} such "
+            f"tokens), and {checkpoint.path} has {rows} embeddings; expected a row for each token. {hint}"
         )
 
 
@@ -97,37 +97,19 @@ def _load(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path}: no tokenizer that loads ({type(error).__name__}: {reason:.500}); expected tokenizer "
             "files beside the weights. Copy them from the base."
         ) from error
-    _require_vocabulary(checkpoint, tokenizer)
-    return tokenizer
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-
-
-def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:
-    """Check that the tokenizer has a vocabulary, and that the model has an embedding for each token of it.
-
-    Without any file, transformers builds the tokenizer of the model type with no vocabulary.
-
-    Added tokens are left out: Gemma 3's text models have a tokenizer with a token for images and no embedding for it.
-    The decoder refuses a prompt with such a token.
-    """
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
-    if vocabulary.keys() <= added.keys():
+    # Without any file, transformers builds the tokenizer of the model type with no vocabulary.
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise CheckpointError(
             f"{checkpoint.path}: no tokenizer that loads (no vocabulary); expected tokenizer files beside the weights. "
             "Copy them from the base."
         )
-    vocab_size = checkpoint.text_config.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        return
-    beyond = [token for token, token_id in vocabulary.items() if token_id >= vocab_size and token not in added]
-    if beyond:
-        raise CheckpointError(
-            f"{checkpoint.path}: the tokenizer has the id {vocabulary[beyond[0]]} for {beyond[0]!r} ({len(beyond)} "
-            f"such tokens), by config.json the vocabulary has {vocab_size}; expected a tokenizer of this model. Copy "
-            "its files from the base."
-        )
+    # Gemma 3's text models have a tokenizer with a token for images, and no embedding for it. The decoder refuses a
+    # prompt with such a token.
+    _require_rows(checkpoint, tokenizer, tokenizer.get_added_vocab, "Copy its files from the base.")
+    return tokenizer
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:

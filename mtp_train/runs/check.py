@@ -379,12 +379,6 @@ class CheckResult(Shown):
             f"{memory.state_bytes:,} bytes a token, {memory.state_bytes * tokens / GIB:.2f} GiB a step",
         )
         yield "  from a server", self.states_command
-        if shards is not None:
-            head = f"{shards.step_bytes / GIB:.2f} GiB of the head and its gradients in a step"
-            layers = (
-                f"; {shards.pass_bytes / GIB:.2f} GiB of layers in each pass, {self.plan.accumulation} a step or more"
-            )
-            yield "  received in shards by each process", head + (layers if shards.pass_bytes else "")
         yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
 
 

@@ -8,10 +8,10 @@ Shapes: T tokens, L layers, D hidden.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -36,8 +36,6 @@ from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 SERVER_FILE = "states_server.json"
 PROVED_TEXTS = 4
-QUIET_SECONDS = 30.0
-"""The same reason to wait is printed again after so long."""
 
 
 def served_layers(text_config: PretrainedConfig, layers: Sequence[int]) -> list[int]:
@@ -106,7 +104,8 @@ def open_source(
         api_key=read_api_key(spec.api_key_env),
         concurrency=max(1, spec.concurrency // accelerator.num_processes),
     )
-    endpoint.on_wait = shown_waits(console)
+    # The same reason is told once.
+    endpoint.on_wait = cache(lambda reason: console.print(f"{reason}; waiting for it.", highlight=False))
     served = served_layers(ends.config, layers)
     command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
     server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
@@ -162,16 +161,3 @@ def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[str
             f"{endpoint.url}: is {identity}; expected {recorded}, with which the run began "
             f"({run.directory.path / SERVER_FILE}). Serve that again, or begin a new run."
         )
-
-
-def shown_waits(console: Console) -> Callable[[str], None]:
-    """Return a function that prints why requests wait; the same reason after :data:`QUIET_SECONDS` again."""
-    last = {"": 0.0}
-
-    def show(reason: str) -> None:
-        now = time.monotonic()
-        if reason not in last or now - last[reason] > QUIET_SECONDS:
-            last[reason] = now
-            console.print(f"{reason}; waiting for it.", highlight=False)
-
-    return show

@@ -68,14 +68,11 @@ def test_check_tells_what_moves(name: str, tmp_path: Path) -> None:
     # bf16 weights in each of four micro-batches, and gradients in fp32, of which an eighth is a process's own.
     head = (4 * 2 + 4) * found.memory.head_parameters * 7 / 8
     assert shards.step_bytes == pytest.approx(head)
-    assert f"each process: {head / gib:.2f} GiB of the head and its gradients in a step" in told
     embeddings = 2 * config["vocab_size"] * width + width
     if served:
         assert shards.pass_bytes == 0
         assert found.memory.trunk_bytes == shards.trunk_bytes == 2 * embeddings
-        assert " of layers in each" not in told
     else:
         parameters = found.memory.trunk_parameters - embeddings
         assert shards.pass_bytes == 2 * parameters * 7 // 8
         assert shards.trunk_bytes == 2 * (embeddings + parameters // 8 + 2 * parameters // layers)
-        assert f"step; {shards.pass_bytes / gib:.2f} GiB of layers in each pass, 4 a step or more\n" in told
