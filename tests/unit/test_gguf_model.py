@@ -222,23 +222,6 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: Capture) -> None:
-    assert run_command("export", base, "--out", trunk.parent / "head", "--gguf", "q8_0") == 0
-    (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
-    # Neighbours that cannot be read are no reason to refuse a file that can, nor hide a head beside it.
-    (trunk.parent / "cut.gguf").write_bytes(b"GGUF\x03")
-    foreign = gguf.GGUFWriter(trunk.parent / "foreign.gguf", "qwen35")
-    foreign.add_tensor("blk.first.weight", np.ones(4, dtype=np.float32))
-    finish(foreign)
-    assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in inspect(trunk).serves["llama.cpp"]
-    out = trunk.parent / "whole.gguf"
-    capsys.readouterr()
-    assert run_command("graft", trunk, "--from", base, "--out", out) == 0
-    warning = "mtp-base.gguf beside a head in the file: pass one of them"
-    assert warning in capsys.readouterr().out
-    assert warning in str(inspect(out))
-
-
 def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     assert "cut.gguf: cannot be read as GGUF" in refusal(["inspect", tmp_path / "cut.gguf"], capsys)

@@ -63,21 +63,6 @@ def stored_types(tensors: Iterable[ReaderTensor]) -> str:
     )
 
 
-def heads_beside(model: GgufModel) -> tuple[str, ...]:
-    """Return the other GGUF files of a model's directory that hold a head of its architecture alone."""
-    others = (path for path in sorted(model.files[0].parent.glob("*.gguf")) if path not in model.files)
-    return tuple(path.name for path in others if "-of-" not in path.name and _is_head_for(model, path))
-
-
-def _is_head_for(model: GgufModel, file: Path) -> bool:
-    try:
-        other = open_gguf(file)
-        return other.arch == model.arch and other.present_modules > 0 and not other.holds_trunk
-    # A neighbour that is broken, or of another kind, is nobody's head; names of its blocks may have no number.
-    except (CheckpointError, ValueError, TypeError):
-        return False
-
-
 def missing_of_head(model: GgufModel) -> tuple[str, ...]:
     """Return the names that every module of the architecture has and a module of this head lacks."""
     record = RECORDS.get(model.arch)

@@ -54,7 +54,6 @@ from mtp_train.heads.initial import INITIAL_NOTES, NEVER_TRAINED, UNTRAINED, Ini
 from mtp_train.runs.checkpoint_tools.gguf_files import (
     RECORDS,
     graft_gguf_command,
-    heads_beside,
     missing_of_head,
     problems_of_head,
     stored_types,
@@ -533,23 +532,20 @@ def _inspect_gguf(file: Path) -> Inspection:
     others = stored_types(one for name, one in model.tensors.items() if name not in model.head)
     note = f"the trunk is {others}" if holds_trunk else f"a head in a file of its own, with {others} of its trunk"
     note += f"; the head is {stored_types(model.head.values())}" if model.head else ""
-    beside = heads_beside(model)
-    if beside and model.head and holds_trunk:
-        note += f"; {', '.join(beside)} beside a head in the file: pass one of them, -md for the other file, never both"
     return Inspection(
         checkpoint=str(file),
         family=model.arch,
         status=status,
         head=head,
         problems=problems,
-        serves={"llama.cpp": _served_gguf(model, file, status, problems, beside)},
+        serves={"llama.cpp": _served_gguf(model, file, status, problems)},
         cure=None if status == "healthy" else cure,
         runs_here="dequantised, where transformers reads the architecture from GGUF",
         note=note,
     )
 
 
-def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str], beside: Sequence[str]) -> str:
+def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str]) -> str:
     """Return the command with which llama.cpp drafts with the head, or why it does not."""
     name, kind = shlex.quote(str(file)), "draft-eagle3" if model.arch == DRAFT_ARCH else "draft-mtp"
     spec = f"--spec-type {kind} --spec-draft-n-max {SUGGESTED_DEPTH}"
@@ -558,6 +554,4 @@ def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequenc
     if status == "healthy":
         alone = model.arch == DRAFT_ARCH or not model.holds_trunk
         return f"llama-server -m {f'TRUNK.gguf -md {name}' if alone else name} {spec}"
-    if status == "none" and beside:
-        return f"llama-server -m {name} -md {shlex.quote(str(file.with_name(beside[0])))} {spec}"
     return f"no: {problems[0] if problems else 'no head'}"
