@@ -286,9 +286,9 @@ def _pair(
 
 
 def _of_pattern(patterns: Mapping[str, int] | None, name: str, default: int) -> int:
-    from peft.utils.other import get_pattern_key
-
-    return (patterns or {}).get(get_pattern_key([*(patterns or ())], name), default)
+    """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
+    matching = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(matching, default)
 
 
 @dataclass(frozen=True)
