@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtp_train.errors import UnsupportedModelError
@@ -66,6 +66,11 @@ _PARTS = "mtp_train.families.kinds"
 MTP = HeadKind(
     "mtp", "MTP", f"{_PARTS}.mtp:MTP", has_file=False, starts=("native", "graft", "copy_last_layer", "random")
 )
+_BLOCKS = "mtp_inference.drafters.block_drafter:BlockDrafting"
+DSPARK_INSIDE = replace(
+    MTP, title="DSpark", parts=f"{_PARTS}.dspark_inside:PARTS", drafting=_BLOCKS, starts=(), deepest=16
+)
+"""A drafter that takes the place of the MTP head in its trunk's checkpoint. Its family selects it, and no recipe."""
 _KINDS = {
     kind.name: kind
     for kind in (
@@ -87,7 +92,7 @@ _KINDS = {
                 name,
                 title,
                 f"{_PARTS}.{name}:{name.upper()}",
-                drafting="mtp_inference.drafters.block_drafter:BlockDrafting",
+                drafting=_BLOCKS,
                 starts=(),
                 apart=False,
                 deepest=16,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.kinds.assistant import GEMMA4
+from mtp_train.families.kinds.dspark_inside import DEEPSEEK_V4_DSPARK, FIELDS
 from mtp_train.families.kinds.kind import draft_kind
 from mtp_train.families.models import after_the_trunk, beside_the_trunk
 from mtp_train.families.models.attached import ATTACHED, transformers_only
@@ -14,7 +15,7 @@ from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
 FAMILIES: Sequence[Family] = (*beside_the_trunk.QWEN, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
 """All families whose trunks have or get an MTP head, in the order in which tables list them."""
-_TRUNKS = (*FAMILIES, GEMMA4)
+_TRUNKS = (*FAMILIES, GEMMA4, DEEPSEEK_V4_DSPARK)
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
 _DSPARK = "its releases carry no MTP head but a DSpark drafter (mtp_dspark.*)"
@@ -74,6 +75,8 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         model_type = whole
     for family in _TRUNKS:
         if {whole, model_type} & set(family.model_types):
+            if family.model_types == DEEPSEEK_V4_DSPARK.model_types and {*FIELDS} <= config.keys():
+                return DEEPSEEK_V4_DSPARK
             return in_wrapper(family, config, where=where)
     if model_type in HEADLESS:
         raise UnsupportedModelError(

@@ -351,8 +351,11 @@ class Family:
 
     @property
     def reads_before_norm(self) -> bool:
-        """Whether the head reads the hidden state before the trunk's final norm under any convention."""
-        return any(
+        """Whether the head reads the hidden state before the trunk's final norm under any convention.
+
+        The states of a trunk with residual streams are always those.
+        """
+        return self.trunk.streams is not None or any(
             one.hidden == "before_final_norm" for one in (self.wiring.default, *self.wiring.conventions.values())
         )
 

@@ -34,10 +34,10 @@ FreshStart = Literal["copy_last_layer", "random"]
 
 def deepest(plan: HeadPlan) -> int | None:
     """Return the largest number of drafts in a round, by the head's modules or its own config; None for no limit."""
-    if plan.draft_config is not None:
-        most = plan.family.kind.load_parts().most_drafts(plan.draft_config)
-        if most is not None:
-            return int(most)
+    described = plan.head.config_fields if plan.draft_config is None else plan.draft_config
+    most = plan.family.kind.load_parts().most_drafts(described)
+    if most is not None:
+        return int(most)
     chaining = chaining_of(plan.family, plan.family.convention(plan.convention), plan.num_modules)
     return None if chaining == "recursive" else plan.num_modules
 

@@ -24,9 +24,10 @@ from mtp_train.families import Convention, Family
 from mtp_train.families.kinds.dflash import BlockMask
 from mtp_train.families.kinds.kind import Block
 from mtp_train.heads.attention import HEAD_ATTENTION
+from mtp_train.heads.experts import GROUPED_EXPERTS
 from mtp_train.heads.head import Head
 from mtp_train.heads.step import KeysWritten
-from mtp_train.upstream.transformers_private import CACHE, set_attention
+from mtp_train.upstream.transformers_private import CACHE, set_attention, set_experts
 
 Correct = Callable[[int, Tensor, Tensor], Tensor]
 """The row of a block, its logits (B, 1, V) and the token before its draft, int (B, 1), to the logits of its draft."""
@@ -62,9 +63,10 @@ class DFlashHead(Head):
         self.convention = convention
         self.config: Any = family.classes.config(text_config, num_modules)
         set_attention(self.config, HEAD_ATTENTION)
+        set_experts(self.config, GROUPED_EXPERTS)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
         self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
-        self.rotary = family.classes.cls("Qwen3RotaryEmbedding")(config=self.config)
+        self.rotary = family.classes.cls(family.classes.prefix + "RotaryEmbedding")(config=self.config)
         self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
         self.first_row = int(not self.config.sample_from_anchor)
         """The row of a block that gives the first draft."""
@@ -86,6 +88,11 @@ class DFlashHead(Head):
         """Return the input of :meth:`write_keys` from the concatenated states of the trunk's layers."""
         return self.module.read(trunk_BTD)
 
+    def rotation(self, state: Tensor, positions_BT: Tensor) -> Any:
+        """Return the layers' position embeddings, for states of a device and a dtype."""
+        kind = self.family.classes.rotary_kind
+        return self.rotary(state, positions_BT) if kind is None else {kind: self.rotary(state, positions_BT, kind)}
+
     def write_keys(self, context_BTD: Tensor, positions_BT: Tensor, cache: Cache) -> None:
         """Write the keys and values of committed tokens in every layer.
 
@@ -93,10 +100,16 @@ class DFlashHead(Head):
             context_BTD: The result of :meth:`read`.
             cache: A cache in keys-only mode, which raises ``KeysWritten``.
         """
-        rotation = self.rotary(context_BTD, positions_BT)
+        rotation = self.rotation(context_BTD, positions_BT)
         for layer in self.module.layers:
             with suppress(KeysWritten):
-                layer.self_attn(context_BTD, position_embeddings=rotation, attention_mask=None, **{CACHE: cache})
+                layer.self_attn(
+                    context_BTD,
+                    position_embeddings=rotation,
+                    position_ids=positions_BT,
+                    attention_mask=None,
+                    **{CACHE: cache},
+                )
 
     def mask(self, kind: str, positions_B1T1: Tensor, keys_B11S: Tensor) -> Tensor:
         """Return the attention mask of a type of layers: bool (B, 1, T, S), True where a token attends to a key.
@@ -119,7 +132,7 @@ class DFlashHead(Head):
         Args:
             masks: The :meth:`mask` of every type of layers.
         """
-        rotation, hidden_BTD = self.rotary(embed_BTD, positions_BT), embed_BTD
+        rotation, hidden_BTD = self.rotation(embed_BTD, positions_BT), embed_BTD
         for layer, kind in zip(self.module.layers, self.config.layer_types, strict=True):
             hidden_BTD = layer(
                 hidden_BTD,

@@ -264,7 +264,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         method=method_of(checkpoint) if packed else None,
         unnamed_in=unnamed,
         other_names=() if found or unnamed else head_under_other_names(checkpoint, needed),
-        foreign=foreign_drafter(checkpoint, found),
+        foreign=foreign_drafter(checkpoint, found) if layout.family.kind.starts else None,
         conflict=layout.family.conflicting_counts(checkpoint.config),
     )
 

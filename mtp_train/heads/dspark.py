@@ -65,3 +65,19 @@ class DSparkHead(DFlashHead):
             # The recurrent state begins with the anchor's row, although that row gives no draft.
             _, memory_B1R = markov(anchor_B1, states_BTD[:, :1], memory_B1R)
         return corrected
+
+
+class InsideHead(DSparkHead):
+    """A drafter from its trunk's checkpoint, whose layers have residual streams as the trunk's have."""
+
+    def __init__(self, *shape: Any, **wiring: Any) -> None:
+        super().__init__(*shape, **wiring)
+        module, config, streams = self.module, self.config, self.family.trunk.streams
+        module.norm = nn.Sequential(self.family.classes.cls(streams.mixer)(config), module.norm)
+        # It only cuts drafts short, and is not used here. A graft copies it.
+        read = config.hidden_size + config.markov_rank
+        module.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1, bias=False)})
+
+    def denoise(self, embed_BTD: Tensor, *block: Any) -> Tensor:
+        """As in other drafters, where each residual stream starts as the embedding."""
+        return super().denoise(embed_BTD[:, :, None].repeat(1, 1, self.config.hc_mult, 1), *block)

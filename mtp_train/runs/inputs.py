@@ -349,6 +349,7 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
             f"head.kind: {found.name}, or head.init: random for a new head."
         )
     if isinstance(source, Checkpoint):
+        of_kind(finetune.family, head.kind)
         return graft_plan(finetune, source, head.convention)
     if isinstance(source.stored, DraftModel):
         plan = _of_draft(source.stored, finetune)

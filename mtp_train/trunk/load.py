@@ -177,12 +177,15 @@ class Trunk(Ends):
     def show_layers(self, layers: tuple[int, ...]) -> None:
         new = set(layers).difference(self.shown_layers)
         super().show_layers(layers)
+        # What follows the last layer reads its output.
+        readers = [*self.layers, self._mixer]
         for index in new:
-            hook = self.layers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+            hook = readers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
             self._hooks.append(hook)
 
     def _keep_layer_input(self, index: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._of_layers[index] = inputs[0]
+        # Drafters read the mean of residual streams.
+        self._of_layers[index] = inputs[0] if self._mixer is None else inputs[0].mean(dim=2)
 
     def last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder.
