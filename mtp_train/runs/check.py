@@ -42,7 +42,7 @@ from mtp_train.runs.inputs import (
     recipe_tokenizer,
     require_source_model,
 )
-from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
+from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals, require_trainable
 from mtp_train.runs.resolve import (
     Choice,
     Overrides,
@@ -457,6 +457,7 @@ def _checked(
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
+    require_trainable(family)
     has_own = not (recipe.kind.has_file or recipe.head.is_new)
     num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
     head_family = _head_family(recipe, family)

@@ -73,7 +73,7 @@ class Probed:
         trunk, found = self.trunk, {}
         with many_rows(trunk, self.drafting.head) as head:
             near = {layer + step for layer in head.trunk_layers for step in (-1, 0, 1)}
-            trunk.show_layers(tuple(sorted(near & {*range(len(trunk.layers))})))
+            trunk.show_layers(tuple(sorted(near & {*range(len(trunk.layers)), *head.trunk_layers})))
             device = trunk.lm_head_VD.device
             hidden = [trunk.hidden(torch.tensor([text.token_ids], device=device)) for text in texts]
             logits = draft_logits(trunk, self.drafting.draft_vocab_R, hidden[0].dtype)
@@ -201,8 +201,10 @@ def _of_blocks(trunk: Trunk, head: Any) -> Changes:
 
     # As vLLM 0.32 does on a CPU.
     normed = deepcopy(head)
+    first = normed.module.layers[0].self_attn
+    name = "k_norm" if hasattr(first, "k_norm") else "kv_norm"
     for layer in normed.module.layers:
-        layer.self_attn.k_norm = normed.module.layers[0].self_attn.k_norm
+        setattr(layer.self_attn, name, getattr(first, name))
     # The row after, where the anchor's gives the first draft.
     step, side = (1, "before") if head.first_row else (-1, "after")
     eos = trunk.config.eos_token_id

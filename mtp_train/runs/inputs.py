@@ -63,6 +63,7 @@ from mtp_train.runs.refusals import (
     require_embedded,
     require_gate_groups,
     require_groups,
+    require_trainable,
     weight_refusals,
 )
 
@@ -201,6 +202,7 @@ def gather_text(
 
 def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
+    require_trainable(finetune.family)
     if recipe.head.init in ("copy_last_layer", "random"):
         return fresh_plan(
             finetune,
@@ -349,7 +351,6 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
             f"head.kind: {found.name}, or head.init: random for a new head."
         )
     if isinstance(source, Checkpoint):
-        of_kind(finetune.family, head.kind)
         return graft_plan(finetune, source, head.convention)
     if isinstance(source.stored, DraftModel):
         plan = _of_draft(source.stored, finetune)

@@ -24,7 +24,7 @@ from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.groups import holdout_of
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
+from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError, UnsupportedModelError
 from mtp_train.families import Family, RawConfig
 from mtp_train.families.served_states import states_refusal
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
@@ -76,6 +76,15 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
         found = _errors_of(checks)
     of_model = [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.path)]
     return [*of_model, *_of_positions(recipe), *found]
+
+
+def require_trainable(trunk: Family) -> None:
+    """Raise an UnsupportedModelError for a trunk whose own drafter is decoded with, and not trained."""
+    if not trunk.kind.starts:
+        raise UnsupportedModelError(
+            f"model.trunk: {trunk.title}, whose {trunk.kind.title} drafter is decoded with and not trained; expected a "
+            "trunk with an MTP head, or with none. Use mtp-train graft, evaluate or probe, which do not train it."
+        )
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:

@@ -81,6 +81,7 @@ from mtp_train.runs.inputs import (
     trunk_of,
 )
 from mtp_train.runs.pipeline import page_of, run_recipe
+from mtp_train.runs.refusals import require_trainable
 from mtp_train.runs.resolve import Choice, Overrides, override_texts, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
@@ -157,7 +158,7 @@ class ProbeResult(Shown):
         return [
             ("base's head on the fine-tune", _level_text(self.graft)),
             ("base's head on the base", None if self.base is None else _level_text(self.base)),
-            ("overlap lost at equal entropy", _lost_text(self)),
+            ("overlap lost at equal entropy", None if self.graft.overlap is None else _lost_text(self)),
             ("base's head, wired otherwise", self.wiring),
             ("briefly retrained", None if self.trained_tau is None else trained),
             ("next", self.command),
@@ -224,7 +225,7 @@ def _probed(
     # A training that began found no fault before.
     if not is_lone(donor) and not accelerator.made_by_main(lambda: is_run(place / TRAINING)):
         found = replace(found, wiring=_better_wiring(recipe, donor, console, accelerator))
-    if not is_at_fault(found.base) and found.wiring is None:
+    if open_trunk(recipe).family.kind.starts and not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices, forecast)
@@ -256,6 +257,8 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
             f"The base's head drafts for the base itself with tau {format_estimate(own.tau, own.tau_ci95)}; expected "
             f"more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the base's"
         )
+    if found.trained_steps is None:
+        return "graft", "Drafters of its kind are not trained here"
     tau, level = found.graft.tau, None if own is None else own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     changed = f"{found.trained_steps} steps changed tau by {_interval(gain)}"
@@ -420,6 +423,7 @@ def rescue(
     tuned, donor, out, paths = str(fine_tune), str(base), Path(out), list(map(str, data))
     accelerator = make_accelerator()
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out), paths), overrides)
+    require_trainable(open_trunk(recipe).family)
     if is_gguf(tuned) and recipe.model.adapter:
         raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
     console, forecast = console or Console(quiet=True), None

@@ -5,21 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_deepseek_v4 import packed
+from test_engine_drafts import norming_keys_of_the_text_alike, reading_layers, record
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from checkpoints import rewrite, save_stripped, set_fields
+from byte_tokenizer import byte_tokenizer
+from checkpoints import all_tensors, holds, own_head, rewrite, save_stripped, set_fields
+from json_files import write_rows
 from mtp_inference.opening import OpenModel, open_model
+from mtp_train import probe_drafts
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.runs import rescue
 from mtp_train.trunk.load import Trunk
+from runs import BYTE_VOCAB_SIZE, Capture, document, few_timed_prompts, refusal, shorten_probes
 from scripted import drafted_in_rounds, plain_texts, random_prompt
-from tiny import VOCAB_SIZE, tiny_trunk
+from tiny import tiny_trunk
 
-TRUNK = tiny_trunk("deepseek_v4")
+TRUNK = tiny_trunk("deepseek_v4", vocab_size=BYTE_VOCAB_SIZE)
 CONFIG: Any = TRUNK.config
 READ, BLOCK, MASK, RANK = (1, 3), 4, 5, 8
 FIELDS = {
@@ -28,7 +37,7 @@ FIELDS = {
     "dspark_noise_token_id": MASK,
     "dspark_markov_rank": RANK,
 }
-PROMPTS = [random_prompt(length, seed=length) for length in (3, 21, 9, 14, 1)]
+PROMPTS = [random_prompt(length, seed=length) for length in (3, 21, 1)]
 WIDTH, HEADS, LATENT, STREAMS = CONFIG.hidden_size, CONFIG.num_attention_heads, CONFIG.head_dim, CONFIG.hc_mult
 EXPERTS = CONFIG.n_routed_experts if hasattr(CONFIG, "n_routed_experts") else CONFIG.num_local_experts
 EPSILON = CONFIG.rms_norm_eps
@@ -61,7 +70,10 @@ def tensors() -> dict[str, Tensor]:
     last = {
         **{"norm.weight": (WIDTH,), "hc_head_fn": (STREAMS, STREAMS * WIDTH), "hc_head_base": (STREAMS,)},
         **{"hc_head_scale": (1,), "confidence_head.proj.weight": (1, WIDTH + RANK)},
-        **{"markov_head.markov_w1.weight": (VOCAB_SIZE, RANK), "markov_head.markov_w2.weight": (VOCAB_SIZE, RANK)},
+        **{
+            "markov_head.markov_w1.weight": (BYTE_VOCAB_SIZE, RANK),
+            "markov_head.markov_w2.weight": (BYTE_VOCAB_SIZE, RANK),
+        },
     }
     shapes |= {f"{len(READ) - 1}.{name}": shape for name, shape in last.items()}
     generator = torch.Generator().manual_seed(7)
@@ -198,11 +210,11 @@ class Definition:
         return down @ (torch.nn.functional.silu((gate @ row_D).clamp(max=limit)) * (up @ row_D).clamp(-limit, limit))
 
 
-def saved(path: Path, **fields: Any) -> Path:
-    """Write the trunk with its drafter."""
-    directory = save_stripped(TRUNK, path)
-    set_fields(directory, FIELDS | fields)
-    return rewrite(directory, lambda stored: stored.update(tensors()))
+def saved(path: Path, *, drafter: bool = True, **fields: Any) -> Path:
+    """Write the trunk with its drafter; None removes a field."""
+    byte_tokenizer().save_pretrained(save_stripped(TRUNK, path))
+    set_fields(path, FIELDS | fields)
+    return rewrite(path, lambda stored: stored.update(tensors() if drafter else {}))
 
 
 @pytest.fixture
@@ -218,9 +230,8 @@ def opened(release: Path) -> tuple[OpenModel, Trunk]:
 def test_drafts_are_those_of_the_definition(release: Path) -> None:
     """No other layers, mask token, window, mask, correction or choice of experts gives them."""
     model, trunk = opened(release)
-    seen = drafted_in_rounds(
-        trunk, model.load_drafting(trunk), plain_texts(TRUNK, PROMPTS, 90), (BLOCK, 0, 0, 2, BLOCK, BLOCK)
-    )
+    texts, drafting = plain_texts(TRUNK, PROMPTS, 40), model.load_drafting(trunk)
+    seen = drafted_in_rounds(trunk, drafting, texts, (BLOCK, 0, 2, BLOCK, BLOCK))
     right = Definition()
     changes: list[dict[str, Any]] = [{"layers": (0, 2)}, {"mask": MASK + 1}, {"window": 99}, {"window": 7}]
     changes += [{"causal": True}, {"moving": True}, {"corrects": False}, {"biased": False}]
@@ -228,5 +239,85 @@ def test_drafts_are_those_of_the_definition(release: Path) -> None:
         sum(drafts == one.best(text, len(drafts)) for text, drafts in seen)
         for one in (right, *(replace(right, **change) for change in changes))
     )
-    print(equal, others, len(seen))
-    assert equal == len(seen) > max(others)
+    assert equal == len(seen) > max(others), (equal, others)
+
+
+def test_the_commands_decode_with_it_and_name_it(release: Path, capfd: Capture) -> None:
+    found = document(["inspect", release], capfd)
+    assert (found["family"], found["status"], found["runs_here"]) == ("deepseek_v4_dspark", "healthy", "yes")
+    assert f'{{"method":"dspark","num_speculative_tokens":{BLOCK}}}' in found["serves"]["vllm"]
+    generate = ["generate", release, "--prompt", "Hello", "--max-new-tokens", 9, "--depth"]
+    drafted, plain = (document([*generate, depth], capfd)["requests"][0] for depth in (BLOCK, 0))
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_draft_tokens"] == BLOCK * drafted["num_drafts"] > 0
+    assert f"expected 0 to {BLOCK}." in refusal([*generate, BLOCK + 1], capfd)
+
+
+def test_a_fine_tune_gets_it_back_and_nothing_trains_it(
+    release: Path, tmp_path: Path, out: Path, capfd: Capture
+) -> None:
+    finetune = saved(tmp_path / "finetune", drafter=False)
+    assert document(["inspect", finetune], capfd)["status"] == "declared_but_missing"
+    document(["graft", finetune, "--from", release, "--out", out], capfd)
+    grafted = all_tensors(out)
+    assert holds(grafted, tensors())
+    for command in (
+        ["rescue", finetune, "--from", release, "--out", tmp_path / "rescued"],
+        ["init", tmp_path / "recipe.yaml", "--trunk", release],
+        ["check", "attach_head", f"model.trunk={release}"],
+    ):
+        assert "DSpark drafter is decoded with and not trained" in refusal(command, capfd)
+    assert "expected an MTP head" in refusal(["export", release, "--out", tmp_path / "head", "--head-only"], capfd)
+
+
+def test_a_probe_measures_it_on_a_fine_tune(
+    release: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_probes(monkeypatch)
+    monkeypatch.setattr(rescue, "LEAST_TAU", 1.0)
+    finetune = saved(tmp_path / "finetune", drafter=False)
+    rows = [{"prompt": f"{chr(97 + number) * 9} {number}", "group": number} for number in range(16)]
+    data = write_rows(tmp_path / "prompts.jsonl", rows)
+    with few_timed_prompts():
+        found = document(["probe", finetune, "--from", release, "--data", data, "--out", tmp_path / "probe"], capfd)
+    assert (found["verdict"], found["trained_tau"]) == ("graft", None)
+    assert found["command"].startswith(f"mtp-train graft {finetune}")
+    assert found["graft"] == found["base"]
+
+
+@pytest.mark.parametrize("fields", [{"dspark_target_layer_ids": [1, 4]}, {"dspark_noise_token_id": BYTE_VOCAB_SIZE}])
+def test_a_config_that_does_not_fit_the_trunk_is_refused(
+    fields: dict[str, Any], tmp_path: Path, capfd: Capture
+) -> None:
+    other = saved(tmp_path / "other", **fields)
+    assert "expected layers and a token of the trunk" in refusal(["inspect", other], capfd)
+
+
+def test_without_its_fields_it_is_named_and_not_decoded(tmp_path: Path, capfd: Capture) -> None:
+    other = saved(tmp_path / "other", dspark_noise_token_id=None)
+    found = document(["inspect", other], capfd)
+    assert (found["family"], found["status"]) == ("deepseek_v4", "foreign")
+    assert "another kind of drafter" in refusal(["generate", other, "--prompt", "Hello"], capfd)
+
+
+def test_matrices_in_fp8_and_experts_in_fp4_are_read(release: Path, capfd: Capture) -> None:
+    plain = packed(release)
+    assert document(["inspect", release], capfd)["status"] == "healthy"
+    head: Any = own_head(open_checkpoint(release))
+    assert torch.equal(head.module.fc.weight, plain["mtp.0.main_proj.weight"].bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("verdict", "fault"),
+    [
+        ("reading layers (1, 3)", reading_layers(1, 3)),
+        (
+            "norming the text's keys as those of its first layer",
+            partial(norming_keys_of_the_text_alike, norm="kv_norm"),
+        ),
+    ],
+)
+def test_an_engine_s_wiring_is_named(verdict: str, fault: Any, release: Path, tmp_path: Path) -> None:
+    drafts = record(tmp_path, release, "own", fault, depth=BLOCK)
+    found = probe_drafts(release, drafts)
+    assert (found.verdict, found.equal[verdict]) == (verdict, 1.0)

@@ -147,16 +147,17 @@ def reading_raw_states(head: Any) -> None:
     head.module.hidden_norm = torch.nn.Identity()
 
 
-def norming_keys_of_the_text_alike(head: Any) -> None:
-    norms = [layer.self_attn.k_norm.weight for layer in head.module.layers]
+def norming_keys_of_the_text_alike(head: Any, norm: str = "k_norm") -> None:
+    parts = [getattr(layer.self_attn, norm) for layer in head.module.layers]
+    weights = [part.weight for part in parts]
     write_keys = head.write_keys
 
     def write(*given: Any) -> None:
-        for layer in head.module.layers:
-            layer.self_attn.k_norm.weight = norms[0]
+        for part in parts:
+            part.weight = weights[0]
         write_keys(*given)
-        for layer, weight in zip(head.module.layers, norms, strict=True):
-            layer.self_attn.k_norm.weight = weight
+        for part, weight in zip(parts, weights, strict=True):
+            part.weight = weight
 
     head.write_keys = write
 

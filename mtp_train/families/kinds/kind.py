@@ -121,11 +121,6 @@ class KindParts:
     def on(self, trunk: Family, kind: HeadKind) -> Family:
         """Return the record of a trunk's family with such a head."""
         trunk.require_layer()
-        if not trunk.kind.starts:
-            raise UnsupportedModelError(
-                f"head.kind: {kind.name} for a trunk of {trunk.title}, whose drafter is decoded with and not trained; "
-                "expected a trunk with an MTP head, or with none. Use generate or evaluate, which draft with it."
-            )
         return trunk
 
     def described(self, family: Family, config: RawConfig) -> Family:

@@ -376,7 +376,8 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
     else:
-        return engine_commands(checkpoint.engines, path, SUGGESTED_DEPTH) | _misread(checkpoint)
+        most = checkpoint.family.kind.load_parts().most_drafts(checkpoint.text_config)
+        return engine_commands(checkpoint.engines, path, most or SUGGESTED_DEPTH) | _misread(checkpoint)
     return dict.fromkeys(checkpoint.family.serving, reason)
 
 

@@ -45,6 +45,7 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError, first_of
 from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.head_kinds import MTP
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.initial import require_trained_head
@@ -330,10 +331,9 @@ def _write_whole(
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
-    if head.family.kind.has_file:
+    if head.family.kind != MTP:
         raise CheckpointError(
-            f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only: it "
-            "becomes a draft model, a directory of its own."
+            f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only."
         )
     write_head_only(trunk, layout_of(trunk), head.head, out)
     serve = f"vllm serve {shlex.quote(str(trunk.path))} {draft_model_flag(str(out), head.num_depths)}"
