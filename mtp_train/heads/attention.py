@@ -107,7 +107,9 @@ def _attend_by_mask(
     if attention_mask is None:
         if all(one is None for one in (s_aux, softcap, indices, block_indices)):
             return sdpa_attention_forward(module, query, key, value, None, position_bias=position_bias, **options)
-        attention_mask = _causal(query.shape[2], key.shape[2], key.device)
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        whole_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=key.device)
+        attention_mask = whole_TS.tril(num_keys - num_queries)[None, None]
     if indices is not None:
         chosen_BTS = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         attention_mask = attention_mask & chosen_BTS.scatter(-1, indices.long(), True)[:, None]
@@ -218,10 +220,6 @@ def _attend_in_unroll(
 
     plain = s_aux is None and options.get("softcap") is None
     return attend_in_blocks(attend, query, key, value, mask, s_aux, float(options["scaling"]) if plain else None)
-
-
-def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
 
 
 AttentionInterface.register(HEAD_ATTENTION, masked_attention)

@@ -120,7 +120,8 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.blocks, ctx.attend, ctx.plain = blocks, attend, plain
-        output_BTHW = _output_for(query, value)
+        num_rows, num_heads, num_tokens, _ = query.shape
+        output_BTHW = value.new_empty(num_rows, num_tokens, num_heads, value.shape[-1])
         for block in blocks:
             given = block.queries(query), block.keys(key), block.keys(value), block.seen(), sinks
             output_BTHW[block.rows, block.start : block.end] = attend(*given)
@@ -129,7 +130,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BTHW: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks = ctx.saved_tensors
-        gradients = _zeros_for(query, key, value)
+        gradients = tuple(map(torch.zeros_like, (query, key, value)))
         of_sinks = None if sinks is None else torch.zeros_like(sinks)
         for block in ctx.blocks:
             inputs = block.queries(query), block.keys(key), block.keys(value)
@@ -138,7 +139,9 @@ class _Recomputed(torch.autograd.Function):
                 found = _gradients(ctx.attend, grad, inputs, block.seen(), sinks)
             else:
                 found = _product_gradients(grad.transpose(1, 2), inputs, block.seen(), ctx.plain)
-            _add(block, found, gradients)
+            block.queries(gradients[0]).copy_(found[0])
+            for own, whole in zip(found[1:3], gradients[1:], strict=True):
+                block.add(own, whole)
             if of_sinks is not None:
                 of_sinks += found[3]
         return *gradients, of_sinks, None, None, None
@@ -177,18 +180,3 @@ def _product_gradients(grad: Tensor, inputs: Sequence[Tensor], seen: Tensor, sca
         (of_scores_JPS.transpose(1, 2) @ query_JPW)[None],
         (weights_JPS.detach().transpose(1, 2) @ grad_JPW)[None],
     ]
-
-
-def _output_for(query: Tensor, value: Tensor) -> Tensor:
-    num_rows, num_heads, num_tokens, _ = query.shape
-    return value.new_empty(num_rows, num_tokens, num_heads, value.shape[-1])
-
-
-def _zeros_for(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(map(torch.zeros_like, inputs))
-
-
-def _add(block: _Block, found: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    block.queries(gradients[0]).copy_(found[0])
-    for own, whole in zip(found[1:3], gradients[1:], strict=True):
-        block.add(own, whole)

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PretrainedConfig
 
 from mtp_train.families.kinds.dflash import DFLASH
-from mtp_train.families.spec import HeadLayer
 
 
 class BlockConvolutions(nn.Module):
@@ -59,14 +57,13 @@ class ConvolvedLayer(nn.Module):
         return hidden_BTD + self.mlp_conv(self.post_attention_layernorm(hidden_BTD), self.mlp)
 
 
-def _convolved_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return ConvolvedLayer(classes.stock_layer(config, layer_idx), config)
-
-
 DFLASH2 = replace(
     DFLASH,
     head="mtp_train.heads.dflash2:DFlash2Head",
-    layer=replace(DFLASH.layer, build_layer=_convolved_layer),
+    layer=replace(
+        DFLASH.layer,
+        build_layer=lambda classes, config, layer_idx: ConvolvedLayer(classes.stock_layer(config, layer_idx), config),
+    ),
     format=replace(
         DFLASH.format,
         written_as=("DFlash2DraftModel",),

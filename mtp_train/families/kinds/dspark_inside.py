@@ -61,7 +61,6 @@ _LAST = {
     **weights({f"markov_head.{one}": f"markov_head.{one}" for one in ("markov_w1", "markov_w2")}),
     **{f"hc_head_{one}": f"norm.0.hc_{one}" for one in ("fn", "base", "scale")},
 }
-_WIRING = Convention(hidden="of_layers")
 
 DEEPSEEK_V4_DSPARK = replace(
     DEEPSEEK_V4,
@@ -89,8 +88,7 @@ DEEPSEEK_V4_DSPARK = replace(
     wiring=Wiring(
         # The states after these layers.
         trunk_layers=lambda config: tuple(layer + 1 for layer in config.dspark_target_layer_ids),
-        default=_WIRING,
-        conventions=dict.fromkeys(("vllm", "sglang"), _WIRING),
+        default=Convention(hidden="of_layers"),
     ),
     layer=replace(DEEPSEEK_V4.require_layer(), config=_stages),
     engines=DSPARK,
