@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="records with prompts, or a .json list of token lists")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=list(DTYPES), help="of both sides; bfloat16, but float32 for logits")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of both sides; default: bfloat16")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the engine run code beside the weights")
     parser.add_argument("--work", type=Path, help="keep the jobs, the engine's documents and its logs there")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
@@ -106,18 +106,13 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         MtpError: The checkpoint or the prompts cannot be read.
     """
     checkpoint = open_location(arguments.export)
-    engine = ENGINES[arguments.engine]
-    # For a family that the engine cannot decode, compare the logits of its head.
-    support = checkpoint.family.serving.get(arguments.engine)
-    known_not_to = arguments.draft is None and support is not None and support.supported is False
     files = {"binary": arguments.binary, "model_file": arguments.model_file, "draft_file": arguments.draft_file}
     return Task(
-        engine=engine,
-        kind="logits" if known_not_to else "decode",
+        engine=ENGINES[arguments.engine],
         checkpoint=checkpoint,
         prompts=read_prompts(arguments, checkpoint),
         max_new_tokens=arguments.max_new_tokens,
-        dtype=arguments.dtype or ("float32" if known_not_to else "bfloat16"),
+        dtype=arguments.dtype,
         python=arguments.python,
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},
         work=work,

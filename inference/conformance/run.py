@@ -154,7 +154,6 @@ def rounds_of_engine(name: str, expected: Mapping[str, Any], arguments: argparse
     work.mkdir(parents=True, exist_ok=True)
     kind = {"assistant": "mtp"}.get(draft[0], draft[0]) if draft else None
     job = {
-        "kind": "decode",
         "checkpoint": str(HERE / trunk),
         "depth": expected["depth"],
         "max_new_tokens": len(texts[0]["token_ids"]),

@@ -8,11 +8,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 PROGRAMS = Path(__file__).parent / "programs"
-OUT_FILE = "out.json"
-Kind = Literal["decode", "logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ def run_program(engine: EngineUnderTest, python: str, job: Mapping[str, Any], wo
         EngineProgramError: The program failed; the message ends with the last lines of its log.
     """
     work.mkdir(parents=True, exist_ok=True)
-    job_file, out, log = work / "job.json", work / OUT_FILE, work / "log.txt"
+    job_file, out, log = work / "job.json", work / "out.json", work / "log.txt"
     job_file.write_text(json.dumps(job), encoding="utf-8")
     # Variables of our environment must not affect another interpreter.
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}

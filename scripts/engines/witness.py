@@ -14,8 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engines.launch import OUT_FILE, EngineUnderTest, Kind, engine_threads, run_program
-from engines.logits import judge_logits, own_row_logits, read_logits
+from engines.launch import EngineUnderTest, engine_threads, run_program
 from engines.ours import Subject, decode, load_subject, with_state_before_norm
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
@@ -52,7 +51,6 @@ class Task:
     """A comparison to run."""
 
     engine: EngineUnderTest
-    kind: Kind
     checkpoint: Checkpoint
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -136,23 +134,10 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
         EngineProgramError: The engine's program failed.
         ValueError: The program left prompts out.
     """
-    job, work = job_of(task, depth), task.work / f"depth-{depth}"
-    if task.kind == "decode":
-        document = run_program(task.engine, task.python, job, work)
-        entry = compare_decoding(task, depth, document)
-        if with_controls:
-            entry["controls"] = controls(task, lambda wrong: compare_decoding(wrong, depth, document))
-        return entry, document["versions"]
-    texts = [[*text.prompt_ids, *text.token_ids] for text in _decode(task, task.prompts, depth, frozenset())]
-    document = run_program(task.engine, task.python, {**job, "texts": texts}, work)
-    theirs = read_logits(work / OUT_FILE)
-
-    def compare(one: Task) -> dict[str, Any]:
-        return judge_logits([own_row_logits(one.tested, text, depth) for text in texts], theirs)
-
-    entry = compare(task)
+    document = run_program(task.engine, task.python, job_of(task, depth), task.work / f"depth-{depth}")
+    entry = compare_decoding(task, depth, document)
     if with_controls:
-        entry["controls"] = controls(task, compare)
+        entry["controls"] = controls(task, lambda wrong: compare_decoding(wrong, depth, document))
     return entry, document["versions"]
 
 
@@ -161,7 +146,7 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
 
     Args:
         task: The comparison.
-        compare: Returns the entry of a task, with at least its ``verdict``.
+        compare: Returns the entry of a task.
     """
     found = {}
     head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
@@ -180,7 +165,7 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
     }
     for control in (name for name, shows in more.items() if shows):
         entry = compare(replace(task, control=control))
-        found[control] = {name: entry[name] for name in ("verdict", "texts_equal") if name in entry}
+        found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
     return found
 
 
@@ -204,7 +189,6 @@ def job_of(task: Task, depth: int) -> dict[str, Any]:
         kind = "mtp" if task.fp32.head.reads_keys else task.fp32.head.family.kind.name
         draft = {"kind": kind, "path": str(task.draft.resolve())}
     return {
-        "kind": task.kind,
         "checkpoint": str(task.checkpoint.path.resolve()),
         "depth": depth,
         "max_new_tokens": task.max_new_tokens,
@@ -259,7 +243,7 @@ def record(
         "engine": name,
         "verdict": worst([entry["verdict"] for entry in entries.values()]),
         "date": date,
-        "compared": "tokens, drafts and rounds" if task.kind == "decode" else "logits of the head over whole texts",
+        "compared": "tokens, drafts and rounds",
         "versions": dict(versions),
         "our_versions": {
             "mtp-train": __version__,

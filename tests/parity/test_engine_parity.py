@@ -40,7 +40,6 @@ PYTHONS = {
 def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executable) -> Any:
     return Task(
         engine=ENGINES[engine],
-        kind="decode",
         checkpoint=open_location(checkpoint),
         prompts=PROMPTS,
         max_new_tokens=NEW_TOKENS,
@@ -253,7 +252,6 @@ def test_an_installed_engine_drafts_with_a_draft_model_as_we_do(
     task = replace(
         beside[0],
         engine=ENGINES[engine],
-        kind="decode",
         draft=beside[0].draft.with_name("draft"),
         python=python,
         work=beside[0].work / engine,

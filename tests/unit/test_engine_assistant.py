@@ -25,7 +25,6 @@ def test_it_is_compared_at_the_engine_s_position_and_window(tmp_path: Path, monk
     tiny_assistant().save_pretrained(tmp_path / "draft")
     task = Task(
         engine=ENGINES["vllm"],
-        kind="decode",
         checkpoint=open_checkpoint(tmp_path / "trunk"),
         prompts=random_tokens(12, 3).tolist(),
         max_new_tokens=24,
