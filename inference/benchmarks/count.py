@@ -17,8 +17,7 @@ The product's own round and training step run on torch's meta device, in bf16, a
   8 FLOPs for each token and number of the recurrent state, as Megatron-LM counts it.
 - AdamW is one fused kernel. Chunks of the loss have the fewest rows (``losses/chunked.py``).
 
-Layers that read the values of tensors (``nonzero``) cannot run on the meta device. The last line of the output is one
-JSON document.
+Layers that read the values of tensors (``nonzero``) cannot run on the meta device. The output is one JSON document.
 """
 
 from __future__ import annotations
@@ -333,21 +332,8 @@ def adamw(trained: Sequence[Tensor]) -> None:
     torch._fused_adamw_(weights, gradients, weights, weights, [], [], **rates, amsgrad=False, maximize=False)
 
 
-def table(title: str, found: Row) -> Iterator[str]:
-    """Yield the lines of a table of a round or a step by module."""
-    yield f"{title:32} {'launches':>9} {'share':>6} {'GB':>10} {'TFLOP':>10}"
-    for name, row in {"all": found, "products": found["products"], **found["by_module"]}.items():
-        numbers = row["launches"], row["launches"] / found["launches"], row["gigabytes"], row["teraflop"]
-        yield "  {:30} {:9,} {:6.1%} {:10.3f} {:10.3f}".format(name, *numbers)
-
-
-def teraflop_of(found: Row, part: str) -> float:
-    rows = found["by_module"].items()
-    return round(sum(row["teraflop"] for name, row in rows if name.startswith(part)), 3)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Count, print a table for each, and everything as JSON in the last line."""
+    """Count, and print everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(DEMO), help="config.json of a model with a head; default: the demo's")
     parser.add_argument("--train-tokens", type=int, default=8192, help="a multiple of 2048; default: 8192")
@@ -359,9 +345,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "round_3_drafts": count_round(model, DEPTH).row(),
         "step": count_step(model, options.train_tokens).row(),
     }
-    for title, row in found.items():
-        print(*table(title, row), "", sep="\n")
-    found["step"]["teraflop_by_part"] = {part: teraflop_of(found["step"], part) for part in ("loss", "trunk", "head")}
     settings = {**vars(options), "torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"settings": settings, **found}))
 
