@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
+from mtp_train.checkpoints.export import add_in_place
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.writing import write_json
@@ -68,7 +69,7 @@ def make_witness(
 
     Args:
         name: The family.
-        directory: The output directory; existing files are replaced.
+        directory: The output directory, without a checkpoint.
         num_steps: Training steps.
         seed: Seed of weights and texts.
         kind: Kind of the head.
@@ -98,14 +99,12 @@ def make_witness(
     if not head.reads_keys:
         _give_lm_heads(trunk, head, shape.num_modules, generator)
     spoiling, right = spoil(trunk, head, chain, generator)
-    if kind == "mtp":
-        save(trunk, head, shape, directory)
-    elif isinstance(head, AssistantHead):
-        trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
+    trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
+    if isinstance(head, AssistantHead):
         save_assistant(head, directory / "draft")
     else:
         vocab_R = None if num_drafted is None else torch.randperm(len(WORDS), generator=generator)[:num_drafted]
-        save_beside(trunk, head, shape, directory, vocab_R)
+        save_head(family, head, shape, directory, vocab_R)
     word_tokenizer().save_pretrained(directory)
     write_json(directory / PROMPTS_FILE, chain.draw(NUM_PROMPTS, PROMPT_TOKENS, generator).tolist())
     return {"loss": loss, "spoiling": spoiling, "right": right}
@@ -186,26 +185,20 @@ def share_right(trunk: Trunk, head: Head, chain: Chain, tokens_BT: Tensor) -> fl
     return (drafted_BT == chain.successor_V[tokens_BT[:, 1:]]).float().mean().item()
 
 
-def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> None:
-    """Write trunk and head in the layout of a release, in bf16."""
-    trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
-    family = trunk.family
-    declared = {} if family.declaration.section else family.declaring(shape.num_modules, {})
-    _set_fields(directory, declared, shape.released)
+def save_head(family: Family, head: MtpHead, shape: WitnessShape, directory: Path, vocab_R: Tensor | None) -> None:
+    """Bring a saved trunk into the layout of a release, and write its head into it, or beside it if of another kind."""
+    _set_released(directory / "config.json", shape.released)
     if family.keys.saved_names:
         _rename_as_released(directory)
-    tensors = load_file(directory / SINGLE_FILE)
-    layout = layout_of(open_checkpoint(directory))
-    for name, value in head.state_dict().items():
-        tensors |= {key: part.to(torch.bfloat16).contiguous() for key, part in layout.split(name, value)}
-    for shared, trunk_key in family.keys.shared.items():
-        source = layout.trunk_key(trunk_key, tensors)
-        for module in range(shape.num_modules):
-            native = shared.format(trunk=layout.trunk_prefix, layer=layout.num_hidden_layers + module, module=module)
-            tensors[native] = tensors[source].clone()
-    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
     for name, text in shape.code.items():
         (directory / name).write_text(text, encoding="utf-8")
+    checkpoint = open_checkpoint(directory)
+    artifact = _artifact(checkpoint, head, shape, vocab_R)
+    if not artifact.family.kind.has_file:
+        add_in_place(checkpoint, artifact.layout, artifact.head)
+    else:
+        save_artifact(artifact, directory / "head")
+        write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
 
 
 def _rename_as_released(directory: Path) -> None:
@@ -216,25 +209,23 @@ def _rename_as_released(directory: Path) -> None:
     save_file({name: tensors[key] for name, key in names.items()}, directory / SINGLE_FILE, metadata={"format": "pt"})
 
 
-def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path, vocab_R: Tensor | None) -> None:
-    """Write a trunk in bf16, and a head of another kind in every supported format."""
-    trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
-    _set_fields(directory, {}, shape.released)
-    checkpoint = open_checkpoint(directory)
-    artifact = _artifact(checkpoint, head, shape, vocab_R)
-    save_artifact(artifact, directory / "head")
-    write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
-
-
 def _artifact(checkpoint: Checkpoint, head: MtpHead, shape: WitnessShape, vocab_R: Tensor | None) -> Artifact:
-    kind, text_config = head.family.kind.name, text_config_of(checkpoint)
-    plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind, num_modules=shape.num_modules)
+    kind, text_config = head.family.kind, text_config_of(checkpoint)
+    plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind.name, num_modules=shape.num_modules)
+    native = trained_head(plan, head.to(torch.bfloat16).state_dict())
+    layout, modules = plan.layout, range(plan.num_modules)
+    # Releases repeat these tensors of the trunk.
+    shared = [
+        key.format(trunk=layout.trunk_prefix, layer=layout.num_hidden_layers + module, module=module)
+        for key in head.family.keys.shared
+        for module in modules
+    ]
     return Artifact(
-        layout=plan.layout,
+        layout=layout,
         num_modules=plan.num_modules,
         num_depths=TRAINED_DEPTHS,
         convention="auto",
-        head=trained_head(plan, head.state_dict()),
+        head=replace(native, shared_keys=tuple(shared)),
         notes={},
         draft_vocab=None if vocab_R is None else vocab_R.sort().values.int(),
     )
@@ -271,11 +262,10 @@ def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int
     return loss
 
 
-def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:
-    path = directory / "config.json"
+def _set_released(path: Path, released: Mapping[str, Any]) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
-    text_config.update({**text_fields, **released})
+    text_config.update(released)
     for name in (name for name, value in released.items() if value is None):
         del text_config[name]
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_json(path, config)
