@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from engines.launch import EngineUnderTest, engine_threads, run_program
@@ -19,11 +17,11 @@ from engines.ours import Subject, decode, load_subject, with_state_before_norm
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, count_controls, judge, worst
-from mtp_train import __version__
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.families.spec import Streams
 from mtp_train.heads import assistant
 from mtp_train.heads.module import MtpHead
+from mtp_train.runs.run_directory import environment_facts
 from mtp_train.upstream.transformers_private import replacing
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -239,22 +237,15 @@ def record(
     task: Task, name: str, date: str, entries: Mapping[int, dict[str, Any]], versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the record of a comparison."""
+    facts = environment_facts()
     return {
         "engine": name,
         "verdict": worst([entry["verdict"] for entry in entries.values()]),
         "date": date,
         "compared": "tokens, drafts and rounds",
         "versions": dict(versions),
-        "our_versions": {
-            "mtp-train": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "machine": {
-            "device": "cpu",
-            "architecture": platform.machine(),
-            "threads": {"ours": torch.get_num_threads(), "engine": engine_threads()},
-        },
+        "our_versions": facts["versions"],
+        "machine": {**facts["hardware"], "engine_threads": engine_threads()},
         "controls": count_controls(entries.values()),
         "checkpoint": {
             "name": task.checkpoint.path.name,

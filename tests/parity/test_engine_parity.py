@@ -134,7 +134,8 @@ def test_the_record_says_what_was_compared_and_what_a_wrong_wiring_gives(
     assert record["versions"].keys() == {"transformers", "torch"}
     asked = {"prompts": len(PROMPTS), "max_new_tokens": NEW_TOKENS, "dtype": "float32"}
     assert asked.items() <= record["settings"].items()
-    assert record["machine"]["threads"] == {"ours": torch.get_num_threads(), "engine": engine_threads()}
+    threads = {"threads": torch.get_num_threads(), "engine_threads": engine_threads()}
+    assert threads.items() <= record["machine"].items()
     assert record["controls"] == {"run": 4, "changed": 3}
     found = {name: entry["verdict"] for name, entry in record["depths"]["1"]["controls"].items()}
     # What is recycled is read from depth 2 on.
