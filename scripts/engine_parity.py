@@ -2,8 +2,7 @@
 """Compare our decoder with a serving engine in its own Python environment, token by token and draft by draft.
 
     python scripts/engine_parity.py EXPORT --engine vllm --python OTHER_VENV/bin/python --out RECORD.json
-    python scripts/engine_parity.py TRUNK --head RUN/head --draft RUN/export --engine vllm --python ... --out ...
-    python scripts/engine_parity.py TRUNK --draft ASSISTANT --engine vllm --python ... --out ...
+    python scripts/engine_parity.py TRUNK --draft RUN/export --engine vllm --python ... --out ...
 
 Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The verdict in the
 record is ``equal``, ``explained`` (every difference starts at a near tie of two tokens, ``engines/verdict.py``) or
@@ -80,8 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the engine's environment")
     parser.add_argument("--binary", type=Path, help="the engine's program, for engines that are one")
     parser.add_argument("--model-file", type=Path, help="the same checkpoint as the engine reads it, e.g. a GGUF")
-    parser.add_argument("--head", type=Path, help="our head directory, of a head that EXPORT does not hold")
-    parser.add_argument("--draft", type=Path, help="the same head as it was exported: a draft model")
+    parser.add_argument("--draft", type=Path, help="a draft model, or an assistant, for the trunk EXPORT")
     parser.add_argument(
         "--draft-file",
         type=Path,
@@ -117,7 +115,6 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
         files={name: str(path.resolve()) for name, path in files.items() if path is not None},
         work=work,
         trust_remote_code=arguments.trust_remote_code,
-        head=arguments.head,
         draft=arguments.draft,
     )
 

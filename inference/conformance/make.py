@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,7 +101,6 @@ def make(name: str, made: Made, trunk: Path) -> Iterator[Path | None]:
     )
     print(name, figures)
     (trunk / PROMPTS_FILE).unlink()
-    shutil.rmtree(trunk / "head", ignore_errors=True)
     yield (trunk / "draft").rename(trunk / made.kind) if made.kind != "mtp" else None
     for kind, num_steps in made.more.items():
         print(kind, add_head(trunk, kind, trunk / kind, num_steps=num_steps, seed=SEED))

@@ -62,15 +62,7 @@ def replayed(subject: Subject, text: Text, leading_row: bool) -> Iterator[tuple[
             known = tokens[: num_prompt + start]
             states = draft_states(trunk, head, read_TD[: len(known) - 1], [*known, *one.drafts], leading_row)
             for depth, (token, state_D) in enumerate(zip(one.drafts, states, strict=True), start=1):
-                logits_V = head.project(depth, state_D, trunk.project)
-                yield start + depth - 1, depth, token, of_drafts(logits_V, subject.draft_vocab_R)
-
-
-def of_drafts(logits: Tensor, draft_vocab_R: Tensor | None) -> Tensor:
-    """Return logits (..., V) with minus infinity for tokens outside the draft vocabulary."""
-    if draft_vocab_R is None:
-        return logits
-    return torch.full_like(logits, -torch.inf).index_copy(-1, draft_vocab_R, logits[..., draft_vocab_R])
+                yield start + depth - 1, depth, token, head.project(depth, state_D, trunk.project)
 
 
 def draft_states(trunk: Trunk, head: Head, hidden_TD: Tensor, tokens: Sequence[int], leading_row: bool) -> list[Tensor]:

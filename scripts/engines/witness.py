@@ -20,6 +20,7 @@ from engines.verdict import Miss, count_controls, judge, worst
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.families.spec import Streams
 from mtp_train.heads import assistant
+from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.run_directory import environment_facts
 from mtp_train.upstream.transformers_private import replacing
@@ -60,10 +61,8 @@ class Task:
     work: Path
     trust_remote_code: bool = False
     """Whether the engine may run the Python code of the checkpoint."""
-    head: Path | None = None
-    """Our head directory, for a checkpoint without a head."""
     draft: Path | None = None
-    """The same head as a draft model, for the engine."""
+    """A head of another kind than MTP, as a draft model."""
     control: str | None = None
     """The part of the wiring that our side gets wrong on purpose."""
 
@@ -93,12 +92,13 @@ class Task:
         }
 
     def _subject(self, dtype: torch.dtype) -> Subject:
-        subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.head, self.draft)
+        subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.draft)
         if self.control == LATER_LAYERS:
             subject.head.trunk_layers = tuple(layer + 1 for layer in subject.head.trunk_layers)
         subject.trunk.show_to(subject.head)
-        if self.control == OTHER_TOKENS and subject.draft_vocab_R is not None:
-            subject = replace(subject, draft_vocab_R=subject.draft_vocab_R + 1)
+        if self.control == OTHER_TOKENS:
+            rows = subject.head.blocks[0].lm_head
+            rows.token_ids_R = (rows.token_ids_R + 1) % rows.vocab_size
         if self.control == OTHER_ORDER:
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
         streams = subject.head.family.trunk.streams
@@ -147,7 +147,7 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
         compare: Returns the entry of a task.
     """
     found = {}
-    head, draft_vocab_R = task.fp32.head, task.fp32.draft_vocab_R
+    head = task.fp32.head
     has_streams = head.family.trunk.streams is not None
     more = {
         **dict.fromkeys(CONTROLS, not head.reads_keys),
@@ -157,7 +157,7 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
         LATER_LAYERS: bool(head.trunk_layers),
         OTHER_STREAMS: has_streams,
         TRUNK_MIXER: has_streams,
-        OTHER_TOKENS: draft_vocab_R is not None,
+        OTHER_TOKENS: num_drafted(head) is not None,
         OTHER_ORDER: len(head.blocks) > 1,
         OTHER_PREFIX: isinstance(head, MtpHead) and head.chaining in ("chained", "chained_drafts"),
     }
@@ -165,6 +165,12 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
         entry = compare(replace(task, control=control))
         found[control] = {name: entry[name] for name in ("verdict", "texts_equal")}
     return found
+
+
+def num_drafted(head: Head) -> int | None:
+    """Return the size of a head's draft vocabulary; None for all tokens."""
+    ids_R = getattr(getattr(head.blocks[0], "lm_head", None), "token_ids_R", None)
+    return None if ids_R is None else len(ids_R)
 
 
 def _confuse_streams(subject: Subject, streams: Streams, control: str) -> None:
@@ -270,11 +276,10 @@ def record(
 def _draft_model(task: Task) -> dict[str, Any]:
     if task.draft is None:
         return {}
-    vocab_R = task.fp32.draft_vocab_R
     return {
         "draft_model": {
             "kind": task.fp32.head.family.kind.name,
-            "draft_vocab": None if vocab_R is None else len(vocab_R),
+            "draft_vocab": num_drafted(task.fp32.head),
             "sha256": checkpoint_hash(task.draft),
         }
     }

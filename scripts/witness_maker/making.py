@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import add_in_place
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
@@ -64,8 +64,7 @@ def make_witness(
 ) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts for it.
 
-    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model), an
-    assistant to ``draft`` alone.
+    A head of another kind than ``mtp`` is written to ``draft``, as a draft model.
 
     Args:
         name: The family.
@@ -197,7 +196,6 @@ def save_head(family: Family, head: MtpHead, shape: WitnessShape, directory: Pat
     if not artifact.family.kind.has_file:
         add_in_place(checkpoint, artifact.layout, artifact.head)
     else:
-        save_artifact(artifact, directory / "head")
         write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
 
 

@@ -199,7 +199,6 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any
         prompts=PROMPTS[:2],
         max_new_tokens=12,
         dtype="float32",
-        head=directory / "head",
         draft=directory / "draft",
     )
     ours = our_document(task)
@@ -231,7 +230,7 @@ def test_drafts_are_the_best_of_those_that_may_be_drafted(beside: tuple[Any, dic
     task, ours = beside
     entry = compare_decoding(task, 2, ours)
     assert entry["near_ties"]["ours"] == []
-    chosen = set(task.fp32.draft_vocab_R.tolist())
+    chosen = set(task.fp32.head.blocks[0].lm_head.token_ids_R.tolist())
     assert len(chosen) == 50
     assert {draft for text in ours["texts"] for one in text for draft in one["drafts"]} <= chosen
 
