@@ -7,8 +7,7 @@
 Both sides decode the same prompts from the same checkpoint, greedily, past EOS where the engine can. The verdict in the
 record is ``equal``, ``explained`` (every difference starts at a near tie of two tokens, ``engines/verdict.py``) or
 ``different``, which ends in exit code 1. So does a record in which no negative control changed the result: it is no
-evidence. The programs under ``engines/programs/`` document what each engine's
-environment needs and what its counters mean.
+evidence. The programs under ``engines/programs/`` document what each engine's environment needs.
 """
 
 from __future__ import annotations

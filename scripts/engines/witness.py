@@ -220,7 +220,6 @@ def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dic
         "ours": count(ours, depth),
         "theirs": count(theirs, depth),
         "eos_ids": sorted(eos_ids),
-        "engine_counters": document["counters"],
     }
 
 

@@ -109,16 +109,6 @@ def build_of(binary):
     return next(line for line in (done.stderr + done.stdout).splitlines() if line.startswith("version:"))[9:]
 
 
-def counters_of(texts):
-    """Return the totals in the logs, which include tokens past the limit."""
-    rounds = [one for text in texts for one in text]
-    return {
-        "drafts": len(rounds),
-        "draft_tokens": sum(len(one["drafts"]) for one in rounds),
-        "accepted_tokens": sum(len(one["committed"]) - 1 for one in rounds),
-    }
-
-
 def main():
     """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -129,7 +119,6 @@ def main():
         "versions": {"llama.cpp": build_of(job["binary"]), "llama-cpp-python": version("llama-cpp-python")},
         "texts": texts,
         "eos_ids": end_tokens(vocabulary),
-        "counters": counters_of(texts),
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
 

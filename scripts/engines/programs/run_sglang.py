@@ -10,7 +10,6 @@ There the function that verifies a round (``run_eagle_verify``, for one module a
 gets and the tokens that it accepts. The tokens from ``generate`` must equal the tokens that the rounds committed.
 SGLang verifies Gated DeltaNet layers on GPUs only; ``sglang_gated_delta.py`` documents the replacement for CPUs.
 
-``counters`` are SGLang's own, summed over the prompts. They include drafts accepted past the token limit.
 """
 
 import json
@@ -33,7 +32,6 @@ from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.speculative import eagle_worker_v2, multi_layer_eagle_worker_v2
 
 ROUNDS = "SGLANG_PARITY_ROUNDS"
-COUNTERS = {"spec_verify_ct": "rounds", "spec_num_correct_drafts": "accepted_tokens"}
 
 
 def run_recorded(*arguments, **named):
@@ -137,21 +135,18 @@ def main():
     os.environ[ROUNDS] = str(written)
     engine = load(job)
     sampling = {"temperature": 0.0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
-    texts, counters = [], dict.fromkeys(COUNTERS.values(), 0)
+    texts = []
     for prompt_ids in job["prompts"]:
         written.write_text("", encoding="utf-8")
         answer = engine.generate(input_ids=prompt_ids, sampling_params=sampling)
         lines = written.read_text(encoding="utf-8").splitlines()
         texts.append(rounds_of(answer["output_ids"], [json.loads(line) for line in lines]))
-        for theirs, name in COUNTERS.items():
-            counters[name] += answer["meta_info"][theirs]
     engine.shutdown()
     document = {
         "engine": "sglang",
         "versions": {**{name: version(name) for name in ("sglang", "torch", "transformers")}, "sgl-kernel": kernels},
         "texts": texts,
         "eos_ids": [],
-        "counters": counters,
     }
     out.write_text(json.dumps(document), encoding="utf-8")
 

@@ -4,7 +4,7 @@ Run it with the interpreter of an environment with transformers 5.20 or newer; i
 
 ``generate(use_mtp=True)``, one prompt at a time, greedy, past EOS. It drafts one token per head
 module. The drafts are the output of its candidate generator, and the committed tokens of a round are those added to the
-text until the next call of the generator. It has no counters.
+text until the next call of the generator.
 """
 
 import json
@@ -69,7 +69,6 @@ def main():
         "versions": {name: version(name) for name in ("transformers", "torch")},
         "texts": [rounds_of(model, prompt_ids, job["max_new_tokens"]) for prompt_ids in job["prompts"]],
         "eos_ids": [],
-        "counters": {},
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
 

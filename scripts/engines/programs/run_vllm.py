@@ -6,9 +6,6 @@ One prompt at a time, greedy, past EOS. The program calls ``step`` of the engine
 drafts to verify are in the scheduler's request, and the committed tokens in the output of the step. This needs an
 engine in the same process and without asynchronous scheduling.
 
-``counters`` are vLLM's own. They count drafts that the model runner accepted, including drafts past the token limit,
-which are not part of the output. Prefill has no drafts in them, as in the trace.
-
 vLLM fails at import where torchvision from PyPI (built for CUDA) is installed with a CPU build of torch. To fix it,
 define the operators ``torchvision::nms`` and ``torchvision::qnms`` in a ``sitecustomize.py`` of that environment.
 """
@@ -28,8 +25,6 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-COUNTERS = "vllm:spec_decode_num_"
-
 
 def load(job):
     """Return an engine that drafts with the checkpoint's own head, or with the draft model of the job."""
@@ -47,7 +42,6 @@ def load(job):
         enable_prefix_caching=False,
         enforce_eager=True,
         async_scheduling=False,
-        disable_log_stats=False,
         skip_tokenizer_init=True,
         # Text only, so that a vision-language wrapper is loaded without its image processor.
         limit_mm_per_prompt={"image": 0, "video": 0},
@@ -82,16 +76,6 @@ def rounds_of(engine, number, prompt_ids, max_new_tokens):
     return rounds
 
 
-def counters_of(llm):
-    """Return vLLM's own counters of drafts, totals and per position."""
-    counters = {}
-    for metric in llm.get_metrics():
-        if metric.name.startswith(COUNTERS):
-            per_position = metric.name.endswith("_per_pos")
-            counters[metric.name.removeprefix(COUNTERS)] = metric.values if per_position else metric.value
-    return counters
-
-
 def main():
     """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -107,7 +91,6 @@ def main():
         "versions": {name: version(name) for name in (distribution, "torch", "transformers")},
         "texts": texts,
         "eos_ids": [],
-        "counters": counters_of(llm),
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
 
