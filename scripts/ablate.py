@@ -7,9 +7,9 @@ Texts are ``corpus``, the responses in the sources, and ``self``, the trunk's re
 ``exact`` and ``fastmtp``. All other settings, such as steps, learning rate and held-out prompts, come from the recipe
 and are equal for all runs. The seed determines the order of the training text.
 
-Acceptance is measured by decoding: greedily, and at temperature 1 with sampled drafts and rejection sampling. Intervals
-of tau are over groups of prompts, with the rounds of all seeds pooled in each group. ``recorded_ablation.py`` compares
-the cells. Heads and counts stay in the directory, so the same command resumes an interrupted run.
+Acceptance is measured by decoding: greedily, and at temperature 1 with sampled drafts and rejection sampling.
+``recorded_ablation.py`` compares the cells. Heads and counts stay in the directory, so the same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.sampling.distributions import Sampling
-from mtp_train.acceptance.counts import PromptCounts, tau
-from mtp_train.acceptance.intervals import tau_interval
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation.decoding import record_of
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
@@ -47,7 +45,7 @@ from mtp_train.runs.run_directory import RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
 from mtp_train.runs.trunks import decoding_trunk
 from mtp_train.trunk.load import Trunk
-from recorded_ablation import contrasts, pooled, tables
+from recorded_ablation import contrasts, tables
 
 TEXTS = ("corpus", "self")
 UNROLLS = ("exact", "fastmtp")
@@ -79,8 +77,8 @@ class Cell:
         )
 
 
-Counts = dict[float, list[PromptCounts]]
-"""Counts of every prompt, by temperature."""
+Counts = dict[str, list[list[int]]]
+"""Rounds and accepted drafts of every prompt, by temperature."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +101,10 @@ class Bench:
         weight = self.trunk.lm_head_VD
         config = text_config_of(self.run.inputs.finetune)
         drafting = HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
-        return {temperature: self._decode(drafting, temperature) for temperature in TEMPERATURES}
+        return {f"{temperature:g}": self._decode(drafting, temperature) for temperature in TEMPERATURES}
 
     @torch.inference_mode()
-    def _decode(self, drafting: HeadDrafting, temperature: float) -> list[PromptCounts]:
+    def _decode(self, drafting: HeadDrafting, temperature: float) -> list[list[int]]:
         decoder = SpeculativeDecoder(
             self.trunk,
             drafting,
@@ -123,10 +121,7 @@ class Bench:
             )
             for number, prompt in enumerate(self.run.inputs.text.held_out)
         ]
-        results = decoder.generate(requests)
-        pairs = zip(self.run.inputs.text.held_out, results, strict=True)
-        records = [record_of(prompt, result) for prompt, result in pairs]
-        return [one.counts(self.run.recipe.head.num_depths) for one in records]
+        return [[one.rounds, one.num_accepted_tokens] for one in decoder.generate(requests)]
 
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
@@ -150,33 +145,17 @@ def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
 
 
 def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
-    """Return the counts in a file, or measure and write them. Older files, with other fields, are replaced."""
-    if not path.exists() or '"seconds_prefill"' not in path.read_text(encoding="utf-8"):
-        found = {str(temperature): [asdict(count) for count in counts] for temperature, counts in measure().items()}
+    """Return the counts in a file, or measure and write them."""
+    if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    read = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        float(temperature): [
-            PromptCounts(**{**count, "accepted_per_pos": tuple(count["accepted_per_pos"])}) for count in counts
-        ]
-        for temperature, counts in read.items()
-    }
+        write_json(path, measure())
+    return read_json(path)
 
 
-def rows_of(found: dict[Cell, list[Counts]]) -> list[dict[str, Any]]:
-    """Return tau of every cell and temperature: over all seeds, with its interval over groups, and of each seed."""
-    return [
-        {
-            "cell": cell.name,
-            "temperature": temperature,
-            "tau": tau(pooled([counts[temperature] for counts in seeds])),
-            "tau_ci95": tau_interval(pooled([counts[temperature] for counts in seeds])),
-            "tau_of_seeds": [tau(counts[temperature]) for counts in seeds],
-        }
-        for temperature in TEMPERATURES
-        for cell, seeds in found.items()
-    ]
+def tau(counts: Sequence[Sequence[int]]) -> float:
+    """Return the mean tokens of a round from the rounds and accepted drafts of each prompt."""
+    rounds, accepted = map(sum, zip(*counts, strict=True))
+    return 1.0 + accepted / rounds
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
@@ -217,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             directory = out / f"{cell.name}-{seed}"
             bench.train(cell, seed, directory)
             found[cell].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
-            done = "  ".join(f"T={t:g} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
+            done = "  ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
             console.print(f"{directory.name}: {done}")
     result: dict[str, Any] = {
         "reference": cells[0].name,
@@ -226,19 +205,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "groups": {prompt.id: prompt.group for prompt in bench.run.inputs.text.held_out},
         # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
         "counts": {
-            cell.name: {
-                f"{temperature:g}": [
-                    [(one.rounds, one.num_accepted_tokens) for one in counts[temperature]] for counts in seeds
-                ]
-                for temperature in TEMPERATURES
-            }
+            cell.name: {temperature: [counts[temperature] for counts in seeds] for temperature in graft}
             for cell, seeds in found.items()
         },
         "targets": {
             name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()
         },
-        "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
-        "rows": rows_of(found),
+        "start": {temperature: tau(counts) for temperature, counts in graft.items()},
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment_facts(),
     }
