@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 from rich.progress import Progress
 
 from mtp_train.acceptance.intervals import tau_difference
@@ -95,13 +94,11 @@ def ask_arms(files: Mapping[str, Path], options: argparse.Namespace) -> dict[str
     return served
 
 
-def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, Any]:
+def arm_of(file: Path, served: Served, plain: Served) -> dict[str, Any]:
     """Return the record of an arm."""
-    model, given = open_gguf(file), open_gguf(trunk).tensors
     cell = served.cells[0]
     return {
-        "head": stored_types(model.head.values()) if cell.draft_tokens else None,
-        "trunk_bytes_equal": all(np.array_equal(model.tensors[name].data, one.data) for name, one in given.items()),
+        "head": stored_types(open_gguf(file).head.values()) if cell.draft_tokens else None,
         "tokens": cell.new_tokens,
         "rounds": cell.rounds,
         "drafted": cell.draft_tokens,
@@ -158,7 +155,7 @@ def main() -> None:
     found = {PLAIN: next(iter(files.values())), **files}
     record = {
         "settings": settings_of(options, plain),
-        "arms": {name: arm_of(file, Path(options.trunk), served[name], plain) for name, file in found.items()},
+        "arms": {name: arm_of(file, served[name], plain) for name, file in found.items()},
         "differences": [difference(served[second], served[first]) for first, second in combinations(files, 2)],
     }
     write_record(options, record)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ from torch.nn.utils.rnn import pad_sequence
 import mtp_train as mtp
 from ablate import Cell, open_bench
 from gguf_acceptance import PLAIN, URL, arm_of, ask_arms, make_parser, serving, settings_of, write_record
-from mtp_train.acceptance.counts import tau
-from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.data.tokenize import Document
@@ -39,9 +38,8 @@ from mtp_train.losses.catalogue import DEFAULT_LOSS
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.export import write_export
-from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.transformers_private import replacing
-from recorded_ablation import LEVEL, over_seeds, pooled
+from recorded_ablation import contrasts
 
 STALE, ENGINE, DEQUANTISED = "stale", "llama.cpp", "dequantised"
 """The head as it was, and those trained on the states of each source."""
@@ -74,20 +72,8 @@ def engine_states(file: Path, documents: Sequence[Document], options: argparse.N
     return states
 
 
-@torch.inference_mode()
-def distance(trunk: Trunk, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> dict[str, Any]:
-    """Return how far llama.cpp's states are from the dequantised trunk's, and how often their top tokens agree."""
-    ours_ND, theirs_ND = torch.cat(list(ours)), torch.cat(list(theirs))
-    tops = [torch.cat([trunk.logits(one).argmax(-1) for one in states]) for states in (ours, theirs)]
-    return {
-        "tokens": len(ours_ND),
-        "relative_rms": round(float((theirs_ND - ours_ND).norm() / ours_ND.norm()), 5),
-        "same_top_token": round(float((tops[0] == tops[1]).float().mean()), 4),
-    }
-
-
-def train_heads(recipe: Recipe, options: argparse.Namespace) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Put a head of every source and seed into the trunk's file; return the files, and how far the states are apart."""
+def train_heads(recipe: Recipe, options: argparse.Namespace) -> dict[str, Path]:
+    """Put a head of every source and seed into the trunk's file; return the files."""
     files = {STALE: options.work / f"{STALE}.gguf"}
     with Progress(disable=True) as progress:
         bench = open_bench(recipe, options.work / "run", progress)
@@ -108,23 +94,25 @@ def train_heads(recipe: Recipe, options: argparse.Namespace) -> tuple[dict[str, 
                     head = load_artifact(trained / HEAD)
                     write_export(trunk, head, trained / EXPORT, adapter=None, link="hard", progress=progress)
                     mtp.graft(options.trunk, trained / EXPORT, files[name], head="f32")
-        return files, distance(bench.trunk, own, states[ENGINE])
+    return files
 
 
 def gain(served: dict[str, Served], seeds: int) -> dict[str, Any]:
-    """Return tau with the states of llama.cpp, with those of the dequantised trunk, and the difference's interval."""
-    arms = [[served[f"{source}-{seed}"].arm for seed in range(seeds)] for source in (ENGINE, DEQUANTISED)]
-    engine, dequantised = ([one.counts(*one.decoded) for one in of_source] for of_source in arms)
-    both = [pooled(engine), pooled(dequantised)]
-    found = tau_difference(*both)
-    of_seeds = [tau(one) - tau(other) for one, other in zip(engine, dequantised, strict=True)]
-    interval = found.spread.plus(over_seeds(of_seeds)).interval(found.value, LEVEL) if found.spread else ()
-    return {
-        "tau": [round(tau(counts), 3) for counts in both],
-        "delta_tau": round(found.value, 3),
-        "ci95": [round(one, 3) for one in interval],
-        "delta_tau_of_seeds": [round(one, 3) for one in of_seeds],
+    """Return the gain in tau of llama.cpp's states over those of the dequantised trunk, with its interval."""
+    arms = {source: [served[f"{source}-{seed}"].arm for seed in range(seeds)] for source in (DEQUANTISED, ENGINE)}
+    counts = {source: [one.counts(*one.decoded) for one in of_source] for source, of_source in arms.items()}
+    # Texts of the two cells of an ablation.
+    cells = {source: replace(CELL, text=source).name for source in counts}
+    document = {
+        "reference": cells[DEQUANTISED],
+        "groups": {one.prompt_id: one.group for one in counts[ENGINE][0]},
+        "counts": {
+            cells[source]: {"0": [[(one.rounds, one.num_accepted_tokens) for one in seed] for seed in of_seeds]}
+            for source, of_seeds in counts.items()
+        },
     }
+    (found,) = contrasts(document)
+    return found
 
 
 def main() -> None:
@@ -136,13 +124,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="default: 3")
     options = parser.parse_intermixed_args()
     fixed = [f"run_dir={options.work / 'run'}", f"model.trunk={options.trunk}", "gate.enabled=false"]
-    files, apart = train_heads(load_recipe(options.recipe, [*options.overrides, *fixed]), options)
-    served, trunk = ask_arms(files, options), Path(options.trunk)
+    files = train_heads(load_recipe(options.recipe, [*options.overrides, *fixed]), options)
+    served = ask_arms(files, options)
     plain = served[PLAIN]
     record = {
         "settings": settings_of(options, plain),
-        "arms": {name: arm_of(file, trunk, served[name], plain) for name, file in files.items()},
-        "states": apart,
+        "arms": {name: arm_of(file, served[name], plain) for name, file in files.items()},
         "difference": gain(served, options.seeds),
     }
     write_record(options, record)
