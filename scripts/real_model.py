@@ -28,7 +28,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -260,8 +259,6 @@ def record(options: argparse.Namespace) -> None:
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
         "commands": rows_of(options.out / COMMANDS),
-        # With the runs whose directory was copied from another machine, which are not among the commands.
-        "fields": {path.parent.name: fields_of(path) for path in sorted(options.out.glob("*/provenance.json"))},
         "prompts": {name: counted(rows_of(options.out / name)) for name in (PROMPTS, HELD_OUT_PROMPTS)},
         "answers": {run.name: answers_of(run) for run in sorted(options.out.iterdir()) if answer_files(run)},
         "training": curves,
@@ -281,12 +278,6 @@ def record(options: argparse.Namespace) -> None:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def fields_of(provenance: Path) -> list[str]:
-    """Return the words of a run's command, without the program."""
-    words: list[str] = json.loads(provenance.read_text())["argv"][1:]
-    return words
 
 
 def counted(prompts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -326,23 +317,17 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> Non
 
 
 def mtp_train(out: Path, *words: object) -> None:
-    """Run a documented command, and write down its time and memory; a gate that refuses is a result."""
+    """Run a documented command, and write down its time; a gate that refuses is a result."""
     line = ["mtp-train", *map(str, words)]
     print("+", shlex.join(line), flush=True)
-    started = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT) as process:
-        try:
-            _, status, used = os.wait4(process.pid, 0)
-        except BaseException:
-            process.terminate()
-            raise
-    code = os.waitstatus_to_exitcode(status)
+    before = os.times()
+    code = subprocess.run([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT, check=False).returncode
+    after = os.times()
     done = {
         "command": shlex.join(line),
         "exit_status": code,
-        "seconds": round(time.perf_counter() - started),
-        "cpu_seconds": round(used.ru_utime + used.ru_stime),
-        "peak_gib": round(used.ru_maxrss / 2**20, 2),
+        "seconds": round(after.elapsed - before.elapsed),
+        "cpu_seconds": round(sum(after[2:4]) - sum(before[2:4])),
     }
     with (out / COMMANDS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(done) + "\n")
