@@ -10,8 +10,8 @@
 
 ``offset`` adds a random number to the positions that the head sees, but for the first four tokens of a text: LongSpec's
 anchor-offset indices (arXiv:2502.17421). The trunk computes its states at the true positions. All heads start from the
-same random weights and take as many steps over the same pages, cut into rows of one length each. An interrupted stage
-goes on with the same command.
+same random weights and take as many steps over the same pages, cut into rows of one length each. An interrupted
+training goes on with the same command.
 
 Shapes: K depths, N target rows, C contexts.
 """
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 import mtp_train
-from mtp_train.acceptance.intervals import t_quantile
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import load_tokenizer
@@ -47,8 +46,9 @@ from mtp_train.runs.run_directory import environment_facts
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.teacher_forced import target_figures
 from mtp_train.trunk.load import load_trunk
+from recorded_ablation import LEVEL, over_seeds
 
-TEXT, MORE, MEASURED = "pages.jsonl", "more_pages.jsonl", "measured.jsonl"
+TEXT, MORE = "pages.jsonl", "more_pages.jsonl"
 MODULES = (
     "ast asyncio asyncio.base_events builtins calendar codecs collections configparser ctypes decimal difflib doctest "
     "email.message enum ftplib functools http.client http.cookiejar imaplib importlib.metadata inspect io ipaddress "
@@ -134,22 +134,17 @@ def measure(options: argparse.Namespace) -> None:
     trained, held_out = split_records(recipe_of(options, "short"))
     pages = {one.group: one.content.text for one in held_out}
     pages |= {one["group"]: one["text"] for one in map(json.loads, (options.out / MORE).open(encoding="utf-8"))}
-    with (options.out / MEASURED).open("a+") as file:
-        file.seek(0)
-        done = [json.loads(line) for line in file]
-        for group in [one for one in pages if one not in {row["group"] for row in done}]:
-            tokens_1T = torch.tensor([tokenizer.encode(pages[group])[: max(CONTEXTS) + NUM_DEPTHS + 1]])
-            zeros_1T = torch.zeros_like(tokens_1T)
-            batch = PackedBatch(tokens_1T, torch.arange(tokens_1T.shape[1])[None], zeros_1T, zeros_1T == 0)
-            hidden_1TD = trunk.hidden(tokens_1T)
-            found = {arm: accepted(trunk, *one, batch, hidden_1TD) for arm, one in heads.items()}
-            done.append({"group": group, "taus": found})
-            file.write(json.dumps(done[-1]) + "\n")
-            file.flush()
+    done = []
+    for group, page in pages.items():
+        tokens_1T = torch.tensor([tokenizer.encode(page)[: max(CONTEXTS) + NUM_DEPTHS + 1]])
+        zeros_1T = torch.zeros_like(tokens_1T)
+        batch = PackedBatch(tokens_1T, torch.arange(tokens_1T.shape[1])[None], zeros_1T, zeros_1T == 0)
+        hidden_1TD = trunk.hidden(tokens_1T)
+        found = {arm: accepted(trunk, *one, batch, hidden_1TD) for arm, one in heads.items()}
+        done.append({"group": group, "taus": found})
     settings = {"steps": options.steps, "losses": LOSSES, "positions": POSITIONS, "trained_pages": len(trained)}
     facts = {name: environment_facts()[name] for name in ("versions", "hardware")}
     summary = {"settings": settings, "arms": summarised(done), "pages": done, "environment": facts}
-    (options.out / "long_rows.json").write_text(json.dumps(summary, indent=1))
     print(json.dumps(summary, indent=1))
 
 
@@ -176,12 +171,8 @@ def summarised(done: list[dict[str, Any]]) -> dict[str, Any]:
 
 def intervals(values_PC: Any) -> list[list[float]]:
     """Return the mean over pages at each context, and its interval at 95 %."""
-    count = len(values_PC)
-    mean_C, half_C = values_PC.mean(0), t_quantile(count - 1) * values_PC.std(0, ddof=1) / count**0.5
-    return [
-        [round(float(x), 4) for x in (mean, mean - half, mean + half)]
-        for mean, half in zip(mean_C, half_C, strict=True)
-    ]
+    means = [(float(of_context.mean()), over_seeds(of_context)) for of_context in values_PC.T]
+    return [[round(one, 4) for one in (mean, *spread.interval(mean, LEVEL))] for mean, spread in means]
 
 
 def main() -> None:
