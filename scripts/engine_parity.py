@@ -27,7 +27,6 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import build_prompts, choose_prompts
 from mtp_train.errors import MtpError
 from mtp_train.recipe.loading import load_recipe
@@ -85,7 +84,7 @@ def parse() -> argparse.Namespace:
         help="the draft model, or the head beside MODEL_FILE, as the engine reads it, e.g. a GGUF",
     )
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--prompts", type=Path, help="records with prompts, or a .json list of token lists")
+    parser.add_argument("--prompts", type=Path, help="a .json list of token lists; default: the demo's prompts")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of both sides; default: bfloat16")
@@ -120,17 +119,12 @@ def make_task(arguments: argparse.Namespace, work: Path) -> Task:
 
 def read_prompts(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
     """Return the token ids of the given prompts, else of the demo's held-out prompts."""
-    if arguments.prompts is not None and arguments.prompts.suffix == ".json":
+    if arguments.prompts is not None:
         listed: list[list[int]] = json.loads(arguments.prompts.read_text(encoding="utf-8"))
         return listed[: arguments.num_prompts]
     recipe = load_recipe(RECIPE)
-    if arguments.prompts is None:
-        _, records = split_records(recipe)
-    else:
-        name = str(arguments.prompts)
-        records = load_records(name, split="train", group_field=None, name=name)
-    prompts = build_prompts(records, load_tokenizer(checkpoint))
-    chosen = choose_prompts(prompts, arguments.num_prompts, recipe.seed)
+    _, records = split_records(recipe)
+    chosen = choose_prompts(build_prompts(records, load_tokenizer(checkpoint)), arguments.num_prompts, recipe.seed)
     return [list(prompt.prompt_ids) for prompt in chosen]
 
 

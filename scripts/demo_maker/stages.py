@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from demo_maker.training import (
     IGNORED,
     answer_loss,
     joint_losses,
-    settings_of,
     shuffled_rows,
     train,
 )
@@ -53,7 +53,7 @@ def make_base(texts: Texts, work: Path, size: Size, device: torch.device) -> Non
     save_base(trunk, head, tokenizer, work / "base")
     weights = dict(zip(held_out, [1.0, *DEPTH_WEIGHTS], strict=True))
     note = {
-        "settings": settings_of(size.base),
+        "settings": asdict(size.base),
         "seed": SEED,
         "depth_weights": DEPTH_WEIGHTS,
         "row_tokens": size.base_row_tokens,
@@ -83,7 +83,7 @@ def make_finetune(texts: Texts, work: Path, size: Size, device: torch.device) ->
     num_steps = int(size.finetune_epochs * len(exchanges) / size.finetune_rows)
     log = train(trunk, batches_by_length(exchanges, size.finetune_rows), losses, size.finetune, num_steps=num_steps)
     note = {
-        "settings": settings_of(size.finetune),
+        "settings": asdict(size.finetune),
         "seed": SEED,
         "rows_per_step": size.finetune_rows,
         "trained_tokens": int(size.finetune_epochs * sum(len(one.tokens) for one in exchanges)),

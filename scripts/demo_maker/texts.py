@@ -42,7 +42,6 @@ class Texts:
 
     def provenance(self) -> dict[str, Any]:
         """Return the sources and sizes of the sets."""
-        exchanges = {name: [f"{one.prompt}\n{one.answer}" for one in rows] for name, rows in self._exchanges().items()}
         return {
             "source": "the standard library of the Python that ran the script",
             "licence": "The source is under the PSF licence; the exchanges quote its signatures and docstrings.",
@@ -54,14 +53,11 @@ class Texts:
                 name: {
                     "modules": sorted({one.group for one in rows}),
                     "count": len(rows),
-                    "sha256": digest(exchanges[name]),
+                    "sha256": digest([f"{one.prompt}\n{one.answer}" for one in rows]),
                 }
-                for name, rows in self._exchanges().items()
+                for name, rows in {"chat": self.chat, "prompts": self.prompts}.items()
             },
         }
-
-    def _exchanges(self) -> dict[str, list[Described]]:
-        return {"chat": self.chat, "prompts": self.prompts}
 
 
 def gather_texts() -> Texts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,8 +126,3 @@ def shuffled_rows(rows_NT: Tensor, batch_rows: int, *, seed: int) -> Iterator[Te
         for chosen in order_N.split(batch_rows):
             if len(chosen) == batch_rows:
                 yield rows_NT[chosen]
-
-
-def settings_of(settings: TrainSettings) -> dict[str, Any]:
-    """Return settings as JSON for the record."""
-    return asdict(settings)
