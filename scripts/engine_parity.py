@@ -13,7 +13,6 @@ evidence. The programs under ``engines/programs/`` document what each engine's e
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     for depth in arguments.depths:
         entries[depth], versions = witness(task, depth, with_controls=depth == max(arguments.depths))
         print(f"depth {depth}: {entries[depth]['verdict']}", flush=True)
-    return record(task, arguments.engine, arguments.date, entries, versions)
+    return record(task, arguments.engine, entries, versions)
 
 
 def parse() -> argparse.Namespace:
@@ -90,7 +89,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of both sides; default: bfloat16")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the engine run code beside the weights")
     parser.add_argument("--work", type=Path, help="keep the jobs, the engine's documents and its logs there")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--out", type=Path, required=True, help="where the record goes")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@
     python scripts/real_model.py record                # the figures of the page as JSON, and its picture
 
 ``--model`` takes any checkpoint or hub id in place of the first stage. An interrupted stage goes on with the same
-command, and a finished one is not run again. ``--out`` (``runs/real_model``) gets everything.
+command; ``trunk``, ``prompts`` and ``finetune`` start anew. ``--out`` (``runs/real_model``) gets everything.
 """
 
 from __future__ import annotations
@@ -335,8 +335,6 @@ def mtp_train(out: Path, *words: object) -> None:
         sys.exit(code)
 
 
-WRITES = {"trunk": TRUNK, "prompts": HELD_OUT_PROMPTS, "finetune": f"{TUNED}/tokenizer_config.json"}
-"""The last file of stages that are no commands of ours, which know by themselves what is done."""
 STAGES = {
     **{"trunk": trunk, "prompts": prompts, "train": train, "compare": compare},
     **{"finetune": finetune, "study": study, "record": record},
@@ -358,8 +356,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     # Else a stopped stage would leave its command running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if options.stage not in WRITES or not (options.out / WRITES[options.stage]).exists():
-        STAGES[options.stage](options)
+    STAGES[options.stage](options)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -238,15 +239,13 @@ def _decode(task: Task, prompts: Sequence[Sequence[int]], depth: int, eos_ids: f
     )
 
 
-def record(
-    task: Task, name: str, date: str, entries: Mapping[int, dict[str, Any]], versions: Mapping[str, str]
-) -> dict[str, Any]:
+def record(task: Task, name: str, entries: Mapping[int, dict[str, Any]], versions: Mapping[str, str]) -> dict[str, Any]:
     """Return the record of a comparison."""
     facts = environment_facts()
     return {
         "engine": name,
         "verdict": worst([entry["verdict"] for entry in entries.values()]),
-        "date": date,
+        "date": datetime.date.today().isoformat(),
         "compared": "tokens, drafts and rounds",
         "versions": dict(versions),
         "our_versions": facts["versions"],
