@@ -31,7 +31,6 @@ from mtp_inference.sampling.distributions import Sampling
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
@@ -47,8 +46,7 @@ from mtp_train.runs.trunks import decoding_trunk
 from mtp_train.trunk.load import Trunk
 from recorded_ablation import contrasts, tables
 
-TEXTS = ("corpus", "self")
-UNROLLS = ("exact", "fastmtp")
+TEXTS, UNROLLS = ("self", "corpus"), ("exact", "fastmtp")
 TEMPERATURES = (0.0, 1.0)
 DECODED_TOGETHER = 32
 
@@ -136,12 +134,9 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     own = data_stage(run)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in run.inputs.text.prompts}
-    corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
+    kept = [record for record in records if record.id in answered]
+    corpus, _ = tokenize_records(kept, run.inputs.tokenizer, recipe.data.seq_len_tokens)
     return Bench(run, decoding_trunk(run), {"self": own, "corpus": corpus})
-
-
-def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
-    return [record for record in records if record.id in ids]
 
 
 def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
@@ -170,15 +165,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
     parser.add_argument("--unrolls", default="exact,fastmtp", help="the first is the reference")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_intermixed_args(argv)
-    axes = [("losses", loss_names()), ("texts", TEXTS), ("unrolls", UNROLLS)]
-    chosen = {name: getattr(arguments, name).split(",") for name, _ in axes}
-    for name, known in axes:
+    axes = {"losses": loss_names(), "texts": TEXTS, "unrolls": UNROLLS}
+    chosen = {name: getattr(arguments, name).split(",") for name in axes}
+    for name, known in axes.items():
         if strange := [one for one in chosen[name] if one not in known]:
             parser.error(f"--{name}: {strange[0]!r}; expected some of {', '.join(known)}")
-    if arguments.seeds < 1:
-        parser.error(f"--seeds: {arguments.seeds}; expected 1 or more")
-    cells = [Cell(*one) for one in itertools.product(chosen["losses"], chosen["texts"], chosen["unrolls"])]
-    return arguments, cells
+    return arguments, [Cell(*one) for one in itertools.product(*chosen.values())]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
