@@ -31,19 +31,15 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 """Largest gap of a near tie, in steps of the dtype at the magnitude of the best logit."""
 
 
-CONTROLS = ("zero_first_embedding", "leading_row")
-"""Parts of the wiring that a control inverts."""
-RECYCLE, OTHER_STATE, LATER_LAYERS = "recycle", "other_state", "later_layers"
-"""Controls of hidden states: recycle the head's state, or read the trunk's, on the other side of the final norm; for
-heads that read trunk layers, read the layer above each one."""
-OTHER_STREAMS, TRUNK_MIXER = "other_streams", "trunk_mixer"
-"""Controls of heads that read residual streams, before any norm: read the next stream instead of each one, or mix the
-head's streams with the trunk's mixer."""
-OTHER_POSITION, OTHER_WINDOW = "other_position", "other_window"
-"""Controls of assistants: draft at the next position, or attend to one key more in sliding layers."""
-OTHER_TOKENS, OTHER_ORDER, OTHER_PREFIX = "other_tokens", "other_order", "other_prefix"
-"""Controls of a reduced draft vocabulary (every id plus 1), and of heads with several modules: reverse their order, or
-switch ``Convention.prefix`` between ``trunk`` and ``chained``."""
+INVERTED = {
+    "recycle": "recycle",
+    "other_state": "hidden",
+    "zero_first_embedding": "zero_first_embedding",
+    "other_prefix": "prefix",
+}
+"""Controls to the field of ``Convention`` that gets its other value."""
+SIDES, PREFIXES = ("before_final_norm", "after_final_norm"), ("chained", "trunk")
+OTHER = {one: other for pair in (SIDES, PREFIXES, (False, True)) for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,36 +84,28 @@ class Task:
         """The constants of :mod:`mtp_train.heads.assistant` to draft with."""
         offset, more = self.engine.assistant
         return {
-            "POSITION_OFFSET": offset + (self.control == OTHER_POSITION),
-            "MORE_SLIDING_KEYS": more + (self.control == OTHER_WINDOW),
+            "POSITION_OFFSET": offset + (self.control == "other_position"),
+            "MORE_SLIDING_KEYS": more + (self.control == "other_window"),
         }
 
     def _subject(self, dtype: torch.dtype) -> Subject:
         subject = load_subject(self.checkpoint, self.engine.convention, dtype, self.draft)
-        if self.control == LATER_LAYERS:
+        if self.control == "later_layers":
             subject.head.trunk_layers = tuple(layer + 1 for layer in subject.head.trunk_layers)
         subject.trunk.show_to(subject.head)
-        if self.control == OTHER_TOKENS:
+        if self.control == "other_tokens":
             rows = subject.head.blocks[0].lm_head
             rows.token_ids_R = (rows.token_ids_R + 1) % rows.vocab_size
-        if self.control == OTHER_ORDER:
+        if self.control == "other_order":
             subject.head.blocks = torch.nn.ModuleList(reversed(list(subject.head.blocks)))
         streams = subject.head.family.trunk.streams
-        if streams is not None and self.control in (OTHER_STREAMS, TRUNK_MIXER):
+        if streams is not None and self.control in ("other_streams", "trunk_mixer"):
             _confuse_streams(subject, streams, self.control)
-        convention = subject.head.convention
-        if self.control == OTHER_STATE:
-            reads_normed = convention.hidden == "after_final_norm"
-            convention = replace(convention, hidden="before_final_norm" if reads_normed else "after_final_norm")
+        if self.control == "other_state":
             subject = replace(subject, trunk=with_state_before_norm(subject.trunk))
-        elif self.control == RECYCLE:
-            recycles_normed = convention.recycle == "after_final_norm"
-            convention = replace(convention, recycle="before_final_norm" if recycles_normed else "after_final_norm")
-        elif self.control == "zero_first_embedding":
-            convention = replace(convention, zero_first_embedding=not convention.zero_first_embedding)
-        elif self.control == OTHER_PREFIX:
-            convention = replace(convention, prefix="trunk" if convention.prefix == "chained" else "chained")
-        subject.head.convention = convention
+        if self.control in INVERTED:
+            field, convention = INVERTED[self.control], subject.head.convention
+            subject.head.convention = replace(convention, **{field: OTHER[getattr(convention, field)]})
         return subject
 
 
@@ -143,6 +131,8 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
 def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
     """Repeat the comparison with one wrong part of our wiring at a time, to show which parts the texts can test.
 
+    ``inference/benchmarks/engines/README.md`` describes the parts.
+
     Args:
         task: The comparison.
         compare: Returns the entry of a task.
@@ -151,16 +141,16 @@ def controls(task: Task, compare: Callable[[Task], dict[str, Any]]) -> dict[str,
     head = task.fp32.head
     has_streams = head.family.trunk.streams is not None
     more = {
-        **dict.fromkeys(CONTROLS, not head.reads_keys),
-        RECYCLE: not has_streams and not head.reads_keys,
-        OTHER_STATE: not has_streams and not head.reads_keys and not head.trunk_layers,
-        **dict.fromkeys((OTHER_POSITION, OTHER_WINDOW), head.reads_keys),
-        LATER_LAYERS: bool(head.trunk_layers),
-        OTHER_STREAMS: has_streams,
-        TRUNK_MIXER: has_streams,
-        OTHER_TOKENS: num_drafted(head) is not None,
-        OTHER_ORDER: len(head.blocks) > 1,
-        OTHER_PREFIX: isinstance(head, MtpHead) and head.chaining in ("chained", "chained_drafts"),
+        **dict.fromkeys(("zero_first_embedding", "leading_row"), not head.reads_keys),
+        "recycle": not has_streams and not head.reads_keys,
+        "other_state": not has_streams and not head.reads_keys and not head.trunk_layers,
+        **dict.fromkeys(("other_position", "other_window"), head.reads_keys),
+        "later_layers": bool(head.trunk_layers),
+        "other_streams": has_streams,
+        "trunk_mixer": has_streams,
+        "other_tokens": num_drafted(head) is not None,
+        "other_order": len(head.blocks) > 1,
+        "other_prefix": isinstance(head, MtpHead) and head.chaining in ("chained", "chained_drafts"),
     }
     for control in (name for name, shows in more.items() if shows):
         entry = compare(replace(task, control=control))
@@ -176,7 +166,7 @@ def num_drafted(head: Head) -> int | None:
 
 def _confuse_streams(subject: Subject, streams: Streams, control: str) -> None:
     for block in subject.head.blocks:
-        if control == TRUNK_MIXER:
+        if control == "trunk_mixer":
             block.mixer = subject.trunk.decoder.get_submodule(streams.trunk_mixer)
         else:
             block.fuse = _reading_the_next_stream(block.fuse)
@@ -210,7 +200,7 @@ def compare_decoding(task: Task, depth: int, document: Mapping[str, Any]) -> dic
     theirs = read_texts(document, task.prompts)
     if task.engine.drafts_first:
         theirs = [after_first_round(text) for text in theirs]
-    eos_ids = frozenset(document["eos_ids"])
+    eos_ids = frozenset(document.get("eos_ids", []))
     theirs = [cut(text, task.max_new_tokens, eos_ids) for text in theirs]
     with replacing(assistant, **task.assistant):
         ours = _decode(task, [text.prompt_ids for text in theirs], depth, eos_ids)
@@ -264,7 +254,6 @@ def record(task: Task, name: str, entries: Mapping[int, dict[str, Any]], version
             "max_new_tokens": task.max_new_tokens,
             "convention": task.engine.convention,
             "leading_row": task.leading_row,
-            "drafts_first": task.engine.drafts_first,
             "head_beside": task.draft is None and "draft_file" in task.files,
         },
         "depths": {str(depth): entry for depth, entry in entries.items()},

@@ -103,7 +103,7 @@ def test_transformers_drafts_with_every_attached_head_that_it_is_said_to_draft_w
     task = replace(task_for("transformers", str(path), tmp_path / "work"), prompts=PROMPTS[:3], max_new_tokens=24)
     model = load({"checkpoint": str(path), "dtype": "float32"})
     texts = [rounds_of(model, prompt_ids, task.max_new_tokens) for prompt_ids in task.prompts]
-    entry = compare_decoding(task, 1, {"engine": "transformers", "texts": texts, "eos_ids": []})
+    entry = compare_decoding(task, 1, {"engine": "transformers", "texts": texts})
     assert (entry["verdict"], entry["ours"]) == ("equal", entry["theirs"])
     assert entry["ours"]["draft_tokens"] > 10
 
@@ -209,7 +209,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any
 def our_document(task: Any) -> dict[str, Any]:
     texts = decode(task.tested, task.prompts, depth=2, max_new_tokens=12, eos_ids=(), leading_row=False)
     rounds = [[{"drafts": one.drafts, "committed": one.committed} for one in text.rounds] for text in texts]
-    return {"engine": "ours", "texts": rounds, "eos_ids": []}
+    return {"engine": "ours", "texts": rounds}
 
 
 def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_path: Path) -> None:

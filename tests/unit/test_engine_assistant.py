@@ -37,7 +37,7 @@ def test_it_is_compared_at_the_engine_s_position_and_window(tmp_path: Path, monk
     assert job_of(task, 3)["draft"] == {"kind": "mtp", "path": str(tmp_path / "draft")}
     with replacing(assistant, POSITION_OFFSET=0, MORE_SLIDING_KEYS=0):
         texts = decode(task.tested, task.prompts, depth=3, max_new_tokens=24, eos_ids=(), leading_row=False)
-    document = {"texts": [[one._asdict() for one in text.rounds] for text in texts], "eos_ids": []}
+    document = {"texts": [[one._asdict() for one in text.rounds] for text in texts]}
     assert compare_decoding(task, 3, document)["verdict"] == "equal"
     wrong = controls(task, lambda one: compare_decoding(one, 3, document))
     assert {name: one["verdict"] for name, one in wrong.items()} == {

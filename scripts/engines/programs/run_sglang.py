@@ -146,7 +146,6 @@ def main():
         "engine": "sglang",
         "versions": {**{name: version(name) for name in ("sglang", "torch", "transformers")}, "sgl-kernel": kernels},
         "texts": texts,
-        "eos_ids": [],
     }
     out.write_text(json.dumps(document), encoding="utf-8")
 

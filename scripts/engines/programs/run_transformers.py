@@ -68,7 +68,6 @@ def main():
         "engine": "transformers",
         "versions": {name: version(name) for name in ("transformers", "torch")},
         "texts": [rounds_of(model, prompt_ids, job["max_new_tokens"]) for prompt_ids in job["prompts"]],
-        "eos_ids": [],
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
 

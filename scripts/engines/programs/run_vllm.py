@@ -90,7 +90,6 @@ def main():
         "engine": "vllm",
         "versions": {name: version(name) for name in (distribution, "torch", "transformers")},
         "texts": texts,
-        "eos_ids": [],
     }
     Path(sys.argv[2]).write_text(json.dumps(document), encoding="utf-8")
 
