@@ -32,14 +32,12 @@ MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}
 
 
 INVERTED = {
-    "recycle": "recycle",
-    "other_state": "hidden",
-    "zero_first_embedding": "zero_first_embedding",
-    "other_prefix": "prefix",
+    "recycle": ("recycle", "after_final_norm", "before_final_norm"),
+    "other_state": ("hidden", "after_final_norm", "before_final_norm"),
+    "zero_first_embedding": ("zero_first_embedding", False, True),
+    "other_prefix": ("prefix", "chained", "trunk"),
 }
-"""Controls to the field of ``Convention`` that gets its other value."""
-SIDES, PREFIXES = ("before_final_norm", "after_final_norm"), ("chained", "trunk")
-OTHER = {one: other for pair in (SIDES, PREFIXES, (False, True)) for one, other in (pair, pair[::-1])}
+"""Controls to the field of ``Convention`` that gets its other value: the second where it has the first, else this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +102,9 @@ class Task:
         if self.control == "other_state":
             subject = replace(subject, trunk=with_state_before_norm(subject.trunk))
         if self.control in INVERTED:
-            field, convention = INVERTED[self.control], subject.head.convention
-            subject.head.convention = replace(convention, **{field: OTHER[getattr(convention, field)]})
+            (field, first, second), convention = INVERTED[self.control], subject.head.convention
+            other = second if getattr(convention, field) == first else first
+            subject.head.convention = replace(convention, **{field: other})
         return subject
 
 
