@@ -36,6 +36,7 @@ from rich.progress import Progress
 
 from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -140,7 +141,7 @@ def settings_of(options: argparse.Namespace, plain: Served) -> dict[str, Any]:
 def write_record(options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Write a record under its title, beside those of other titles."""
     out = Path(options.out)
-    write_json(out, {**(json.loads(out.read_text()) if out.is_file() else {}), options.title: record})
+    write_json(out, {**(read_json(out) if out.is_file() else {}), options.title: record})
     print(json.dumps(record))
 
 

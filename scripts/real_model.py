@@ -250,7 +250,9 @@ def study(options: argparse.Namespace) -> None:
 
 def record(options: argparse.Namespace) -> None:
     """Print the figures of the page as JSON, and draw acceptance over training tokens."""
-    reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
+    from mtp_train.checkpoints.files import read_json
+
+    reports = {path.parent.name: read_json(path) for path in sorted(options.out.glob("*/report.json"))}
     sizes = {name: report["settings"].get("tokens_per_step") for name, report in reports.items()}
     curves = {name: points for name, size in sizes.items() if size and (points := curve(options.out / name, size))}
     draw(
@@ -296,10 +298,9 @@ def answers_of(run: Path) -> dict[str, int]:
 
 def curve(run: Path, size: int) -> list[dict[str, float]]:
     """Return tau on text kept from training, greedy and sampled, over the tokens trained on, ``size`` a step."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {"tokens": line["step"] * size, "tau": line["held_out_tau"], "tau_sampled": line["held_out_tau_sampled"]}
-        for line in lines
+        for line in rows_of(run / "metrics.jsonl")
         if "held_out_tau" in line
     ]
 

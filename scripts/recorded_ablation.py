@@ -23,6 +23,7 @@ import numpy as np
 
 from mtp_train.acceptance.counts import PromptCounts, tau
 from mtp_train.acceptance.intervals import Spread, holm, tau_difference, two_sided_p
+from mtp_train.checkpoints.files import read_json
 
 LEVEL = 0.05
 AXES = ("text", "unroll", "loss")
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     arguments = parser.parse_args(argv)
-    document = json.loads(arguments.record.read_text(encoding="utf-8"))
+    document = read_json(arguments.record)
     found = contrasts(document)
     print(tables(document, found))
     print(f"{sum(one['survives'] for one in found)} of {len(found)} survive")

@@ -13,12 +13,12 @@ reason). The sentence below lists the engines that draft with an attached head, 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.families import FAMILIES, Family, of_kind
 from mtp_train.families.kinds.assistant import GEMMA4
@@ -43,7 +43,7 @@ def witnessed() -> set[tuple[str, str]]:
     """Return the (engine, family) pairs whose record shows output equal to our decoder's, and is evidence of it."""
     found = set()
     for path in RECORDS.glob("*.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         # Records of EAGLE and Medusa heads do not count for the family's own MTP head or assistant.
         kind = record.get("draft_model", {}).get("kind", "mtp")
         of_the_family = "tokens" in record["compared"] and kind in ("mtp", "assistant")

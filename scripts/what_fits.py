@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train import CheckResult, check
+from mtp_train.checkpoints.files import read_json
 from scripts.support_table import REPOSITORY, markdown, print_or_write
 
 PAGE = REPOSITORY / "recipes" / "distributed.md"
-SHAPES: dict[str, Any] = json.loads((Path(__file__).parent / "large_trunks.json").read_text(encoding="utf-8"))
-SHAPES["Qwen3.5-9B"] = json.loads((REPOSITORY / "inference/benchmarks/qwen3_5_9b.json").read_text(encoding="utf-8"))
+SHAPES = read_json(Path(__file__).parent / "large_trunks.json")
+SHAPES["Qwen3.5-9B"] = read_json(REPOSITORY / "inference/benchmarks/qwen3_5_9b.json")
 ORDER = ("Qwen3-1.7B", "Qwen3.5-9B", "Qwen3-32B", "Llama-3.3-70B", "GLM-4.5-Air", "Qwen3-235B-A22B", "GLM-4.6-FP8")
 MACHINES = {"24 GB": ("24GiB", 1), "48 GB": ("48GiB", 1), "80 GB": ("80GiB", 1), "8 x 80 GB": ("80GiB", 8)}
 SEQ_LEN, STEP_TOKENS = 4096, 131_072

@@ -15,6 +15,7 @@ import transformers
 
 from demo_maker.corpus import SourceFile, held_out_with
 from demo_maker.texts import Texts
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import new_directory, write_json, write_text
 
 # Trainers write such a card; `mtp-train inspect` finds the base in it.
@@ -67,7 +68,7 @@ def code_lines(files: Iterable[SourceFile]) -> Iterable[dict[str, Any]]:
 
 def provenance(texts: Texts, work: Path) -> dict[str, Any]:
     """Return the sources and settings that the assets were made from."""
-    stages = {name: _read(work / f"{name}.json") for name in ("base", "finetune", "check")}
+    stages = {name: read_json(work / f"{name}.json") for name in ("base", "finetune", "check")}
     for name in ("base", "finetune"):
         stages[name]["final_training_loss"] = stages[name].pop("log")[-1]
     return {
@@ -86,8 +87,3 @@ def provenance(texts: Texts, work: Path) -> dict[str, Any]:
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write JSON lines."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import add_in_place
-from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.families import FAMILIES, Family
@@ -261,7 +260,7 @@ def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int
 
 
 def _set_released(path: Path, released: Mapping[str, Any]) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     text_config = config.get("text_config", config)
     text_config.update(released)
     for name in (name for name, value in released.items() if value is None):
