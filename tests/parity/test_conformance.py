@@ -62,6 +62,18 @@ def test_our_decoder_makes_the_expected_drafts(head: str) -> None:
     assert len(rounds) > 2 * len(texts)
 
 
+def test_our_decoder_makes_the_drafts_of_a_head_that_reads_an_extra_first_row() -> None:
+    texts, found = texts_of("qwen3_5"), []
+    subject = load_subject(open_checkpoint(HERE / "qwen3_5"), "llama.cpp", torch.float32)
+    subject.trunk.show_to(subject.head)
+    for leading_row in (True, False):
+        prompts = [text["prompt_ids"] for text in texts]
+        decoded = decode(subject, prompts, depth=3, max_new_tokens=20, eos_ids=(), leading_row=leading_row)
+        found.append(compare(texts, drafted_in(decoded), "llama.cpp", "float32")[0])
+    assert ["192 of 192 drafts llama.cpp" in said for said in found] == [True, False]
+    assert ["192 of 192 drafts as trained" in said for said in found] == [False, True]
+
+
 @pytest.mark.parametrize("head", [head for head in HEADS if head != "gemma4/assistant"])
 def test_the_expected_drafts_are_as_ours_and_known_wrong_wirings_draft_others(head: str, tmp_path: Path) -> None:
     drafts = tmp_path / "drafts.jsonl"
