@@ -86,20 +86,23 @@ class Bench:
     run: Run
     trunk: Trunk
     texts: dict[str, list[Document]]
+    temperatures: Sequence[float] = TEMPERATURES
 
-    def train(self, cell: Cell, seed: int, directory: Path) -> None:
+    def train(self, recipe: Recipe, text: Sequence[Document], directory: Path) -> None:
         """Train the head of a cell, unless the directory holds it already."""
         if not (directory / "head").is_dir():
-            of_cell = replace(self.run, recipe=cell.recipe(self.run.recipe, seed), directory=RunDirectory(directory))
-            train_stage(of_cell, self.texts[cell.text])
+            train_stage(replace(self.run, recipe=recipe, directory=RunDirectory(directory)), text)
+
+    def drafting(self, directory: Path | None) -> HeadDrafting:
+        """Return the head in a directory, or for None the initial head."""
+        plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
+        weight, config = self.trunk.lm_head_VD, text_config_of(self.run.inputs.finetune)
+        return HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
-        plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
-        weight = self.trunk.lm_head_VD
-        config = text_config_of(self.run.inputs.finetune)
-        drafting = HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
-        return {f"{temperature:g}": self._decode(drafting, temperature) for temperature in TEMPERATURES}
+        drafting = self.drafting(directory)
+        return {f"{temperature:g}": self._decode(drafting, temperature) for temperature in self.temperatures}
 
     @torch.inference_mode()
     def _decode(self, drafting: HeadDrafting, temperature: float) -> list[list[int]]:
@@ -186,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         graft = stored(out / "start.json", lambda: bench.measure(None))
         for seed, cell in progress.track(list(itertools.product(range(arguments.seeds), cells)), description="cells"):
             directory = out / f"{cell.name}-{seed}"
-            bench.train(cell, seed, directory)
+            bench.train(cell.recipe(recipe, seed), bench.texts[cell.text], directory)
             found[cell].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
             done = "  ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
             console.print(f"{directory.name}: {done}")

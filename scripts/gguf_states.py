@@ -89,7 +89,7 @@ def train_heads(recipe: Recipe, options: argparse.Namespace) -> dict[str, Path]:
                 name = f"{source}-{seed}"
                 trained, files[name] = options.work / name, options.work / f"{name}.gguf"
                 with replacing(bench.trunk, hidden=known_states(documents, known)):
-                    bench.train(CELL, seed, trained)
+                    bench.train(CELL.recipe(recipe, seed), documents, trained)
                 if not files[name].exists():
                     head = load_artifact(trained / HEAD)
                     write_export(trunk, head, trained / EXPORT, adapter=None, link="hard", progress=progress)

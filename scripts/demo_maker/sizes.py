@@ -67,4 +67,18 @@ WIDE = replace(
     base_tokens=800_000,
     finetune_epochs=0.4,
 )
-SIZES = {"small": SMALL, "demo": DEMO, "wide": WIDE}
+# 5M parameters: small enough for ten fine-tunes and eighty heads on two cores in an afternoon.
+ATLAS = replace(
+    DEMO,
+    shape={
+        **DEMO.shape,
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+    },
+    base=TrainSettings(lr=2e-3, warmup_steps=60),
+    base_tokens=1_400_000,
+)
+SIZES = {"small": SMALL, "demo": DEMO, "wide": WIDE, "atlas": ATLAS}

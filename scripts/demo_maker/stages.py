@@ -34,10 +34,10 @@ DEPTH_WEIGHTS = [0.5, 0.3, 0.2]
 HELD_OUT_ROWS, HELD_OUT_BATCH = 240, 24
 
 
-def make_base(texts: Texts, work: Path, size: Size, device: torch.device) -> None:
+def make_base(texts: Texts, work: Path, size: Size, device: torch.device, eos_token: str = END_OF_TEXT) -> None:
     """Train trunk and native head jointly on code, and write the base."""
     learned = [file.text for file in texts.code] + [f"{one.prompt}\n{one.answer}" for one in texts.chat]
-    tokenizer = wrap(train_tokenizer(learned, size.shape["vocab_size"]), eos_token=END_OF_TEXT)
+    tokenizer = wrap(train_tokenizer(learned, size.shape["vocab_size"]), eos_token=eos_token)
     rows_NT = code_rows(texts.code, tokenizer, size.base_row_tokens)
     unseen_NT = code_rows(texts.unseen_code, tokenizer, size.base_row_tokens)[::7][: HELD_OUT_ROWS // 5]
     trunk, head = (module.to(device) for module in fresh_model(make_config(size), seed=SEED))

@@ -101,7 +101,7 @@ def test_a_head_that_is_no_better_is_refused_with_the_command_for_the_better_one
 @pytest.mark.parametrize(
     ("fields", "baseline"),
     [
-        ({"head__init": "native", "model__head_from": None, "evaluate__arms": ["none", "native", "retrained"]}, "native"),
+        ({"head__init": "native", "model__head_from": None, "evaluate__arms": ["native", "retrained"]}, "native"),
         ({"model__head_from": "in/finetune"}, "graft"),
     ],
 )
