@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
+    PICKLE_SUFFIXES,
     REJECTIONS,
     TORCH_DTYPES,
     Checkpoint,
@@ -47,6 +48,11 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+# What trainers save beside an adapter to go on from; and the adapter again, which peft reads only without safetensors.
+_STATE = re.compile(
+    r"(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|recipe_state)(?:_\d+)?\.\w+"
+    r"|adapter_model\.bin"
+)
 _TOKENIZER = (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
@@ -190,9 +196,10 @@ def open_weights(path: Path) -> Checkpoint:
             f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
             f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
         )
-    # Of a model in the same directory, the weight files are the model's.
+    # Of a model in the same directory, the safetensors are the model's.
     weights = () if (path / CONFIG_FILE).is_file() else path.glob("*.safetensors")
-    if beside := {*weights, *path.glob("non_lora*")} - {file}:
+    pickles = (one for one in path.iterdir() if one.suffix in PICKLE_SUFFIXES and not _STATE.fullmatch(one.name))
+    if beside := {*weights, *pickles} - {file}:
         raise CheckpointError(
             f"{min(beside)}: weights beside the adapter, which peft does not load; expected every trained weight in "
             f"{ADAPTER_FILE}. {_MERGE_WITH_PEFT}"

@@ -273,7 +273,7 @@ def test_trained_biases_are_merged(tmp_path: Path, lora: Path, out: Path) -> Non
     assert_only_trunk_moved(out, tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
 
 
-@pytest.mark.parametrize("file", ["full.safetensors", "non_lora_state_dict.bin", "non_lora_trainables.pt"])
+@pytest.mark.parametrize("file", ["full.safetensors", "non_lora_state_dict.bin", "trainable_params.pt"])
 def test_full_weights_beside_an_adapter_are_refused_and_what_a_trainer_resumes_from_is_not(
     file: str, base: Path, lora: Path, out: Path, capfd: Capture
 ) -> None:
