@@ -18,7 +18,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 import mtp_train as mtp
 from ablate import Bench, Counts, open_bench, tau
-from atlas_maker.finetunes import FRESH, prompts_of
+from atlas_maker.finetunes import FRESH, SAME, prompts_of
 from demo_maker.install import prompt_lines, write_lines
 from demo_maker.model import load_trunk_to_train
 from demo_maker.texts import Texts
@@ -77,32 +77,23 @@ class Cell:
 REFERENCE = Cell()
 FIFTH, TWENTY_FIFTH = Cell(rate=0.2), Cell(rate=0.04)
 NAMES = (
-    "json",
-    "style",
-    "prose",
-    "lora_mild",
-    "lora_strong",
-    "distilled",
-    "pruned",
-    "direction",
-    "sharp",
-    "flat",
-    FRESH,
+    *("json", "style", "prose", "lora_mild", "lora_strong", "distilled", "pruned", "direction", "sharp", "flat"),
+    *(SAME, FRESH),
 )
 BY_CELL: dict[Cell, Sequence[str]] = {
     REFERENCE: NAMES,
     FIFTH: NAMES,
     Cell(loss="ce"): NAMES,
     Cell(text=CORPUS): NAMES,
-    Cell(text=CONTROL): NAMES[:-1],
-    TWENTY_FIFTH: ("lora_mild", "distilled", "pruned", "direction", "sharp", "flat"),
+    Cell(text=CONTROL): NAMES[:-2],
+    TWENTY_FIFTH: ("lora_mild", "distilled", "pruned", "direction", "sharp", "flat", SAME),
     Cell(loss="e2e_tv"): ("json", "prose", "lora_strong", "sharp", "flat"),
     Cell(answers=FEW): ("json", "style", "lora_strong"),
     Cell(answers=MANY): ("json", "style", "lora_strong"),
-    Cell(seed=1): ("json", "style", "prose", "lora_mild"),
-    Cell(seed=2): ("json", "style", "prose", "lora_mild"),
+    Cell(seed=1): ("json", "style"),
+    Cell(seed=2): ("json", "style"),
 }
-"""The design: which fine-tunes have a cell, in the order of work. 79 cells."""
+"""The design: which fine-tunes have a cell, in the order of work. 80 cells."""
 
 
 def cells_of(name: str) -> list[Cell]:
@@ -122,7 +113,7 @@ class Place:
         return self.work / "base"
 
     def tuned(self, name: str) -> Path:
-        return self.work / name / "finetune"
+        return self.base if name == SAME else self.work / name / "finetune"
 
     def donor(self, name: str) -> Path:
         """Return what holds the head to begin with."""

@@ -177,14 +177,15 @@ TUNED: dict[str, Callable[[Base], PreTrainedModel]] = {
     "sharp": partial(at_temperature, SHARP),
     "flat": partial(at_temperature, FLAT),
 }
-FRESH = "fresh"
-"""No fine-tune: the base itself with a head at its initial values."""
+SAME, FRESH = "same", "fresh"
+"""No fine-tunes: the base itself with its own head, which shows what training on its own answers alone is worth; and
+with a head at its initial values."""
 FORMS = {"json": as_json, "style": bullets, "lora_mild": bullets, "lora_strong": bullets}
 """Forms of the answers that a fine-tune was trained on, for those that answer otherwise than the base."""
 
 
 def tune(name: str, base: Base, out: Path) -> None:
-    """Write a fine-tune, or for ``fresh`` the base with another head, unless it is there."""
+    """Write a fine-tune, or for ``fresh`` the base with another head, unless it is there, as the base is."""
     if out.is_dir():
         return
     torch.manual_seed(SEED)
