@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.kinds.assistant import GEMMA4
-from mtp_train.families.kinds.dspark_inside import DEEPSEEK_V4_DSPARK, FIELDS
+from mtp_train.families.kinds.dspark_inside import DEEPSEEK_V4_DSPARK, describes_drafter
 from mtp_train.families.kinds.kind import draft_kind
 from mtp_train.families.models import after_the_trunk, beside_the_trunk
 from mtp_train.families.models.attached import ATTACHED, transformers_only
@@ -25,6 +25,7 @@ HEADLESS: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "granitemoehybrid"), _NONE),
     **dict.fromkeys(("mistral_large4", "mistral_large4_text"), _DSPARK),
+    "deepseek_v41": f"{_NONE} but a DSpark drafter (mtp.*), and transformers has no class",
     "gigachat3_5": "SGLang alone has an MTP head for it, and transformers no class",
     "iquest_q1": f"{_NONE}: its drafter is a separate checkpoint (iquest_q1_mtp), and transformers has no class",
     **dict.fromkeys(("iquest_q1_mtp", "iquest_q1_mtp_recursive"), _IQUEST_DRAFTER),
@@ -75,7 +76,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         model_type = whole
     for family in _TRUNKS:
         if {whole, model_type} & set(family.model_types):
-            if family.model_types == DEEPSEEK_V4_DSPARK.model_types and {*FIELDS} <= config.keys():
+            if family.model_types == DEEPSEEK_V4_DSPARK.model_types and describes_drafter(config):
                 return DEEPSEEK_V4_DSPARK
             return in_wrapper(family, config, where=where)
     if model_type in HEADLESS:

@@ -235,7 +235,14 @@ def test_a_probe_measures_it_on_a_fine_tune(
     assert found["graft"] == found["base"]
 
 
-@pytest.mark.parametrize("fields", [{"dspark_target_layer_ids": [1, 4]}, {"dspark_noise_token_id": BYTE_VOCAB_SIZE}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dspark_target_layer_ids": [1, 4]},
+        {"dspark_target_layer_ids": []},
+        {"dspark_noise_token_id": BYTE_VOCAB_SIZE},
+    ],
+)
 def test_a_config_that_does_not_fit_the_trunk_is_refused(
     fields: dict[str, Any], tmp_path: Path, capfd: Capture
 ) -> None:
@@ -243,8 +250,9 @@ def test_a_config_that_does_not_fit_the_trunk_is_refused(
     assert "expected layers and a token of the trunk" in refusal(["inspect", other], capfd)
 
 
-def test_without_its_fields_it_is_named_and_not_decoded(tmp_path: Path, capfd: Capture) -> None:
-    other = saved(tmp_path / "other", dspark_noise_token_id=None)
+@pytest.mark.parametrize("fields", [{"dspark_noise_token_id": None}, {"dspark_target_layer_ids": 3}])
+def test_without_its_fields_it_is_named_and_not_decoded(fields: dict[str, Any], tmp_path: Path, capfd: Capture) -> None:
+    other = saved(tmp_path / "other", **fields)
     found = document(["inspect", other], capfd)
     assert (found["family"], found["status"]) == ("deepseek_v4", "foreign")
     assert "another kind of drafter" in refusal(["generate", other, "--prompt", "Hello"], capfd)

@@ -50,3 +50,10 @@ def test_the_verdict_follows_from_intervals(figures: dict[str, Any], verdict: st
     said, reason = judge(found(**figures))
     assert said == verdict
     assert told in reason
+
+
+def test_drafters_that_are_not_trained_have_no_figures_of_a_training() -> None:
+    alone = found(graft=HeadLevel(2.0, (1.9, 2.1), None), trained_tau=None, gain_ci95=None, trained_steps=None)
+    assert judge(alone) == ("graft", "Drafters of its kind are not trained here")
+    assert "overlap lost" not in str(alone)
+    assert "overlap lost" in str(found())

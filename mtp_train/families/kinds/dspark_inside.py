@@ -24,6 +24,11 @@ BLOCK_SIZE, LAYERS_READ = "dspark_block_size", "dspark_target_layer_ids"
 FIELDS = (BLOCK_SIZE, LAYERS_READ, "dspark_noise_token_id", "dspark_markov_rank")
 
 
+def describes_drafter(config: RawConfig) -> bool:
+    """Return whether a config of DeepSeek V4 describes such a drafter."""
+    return {*FIELDS} <= config.keys() and isinstance(config[LAYERS_READ], list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class InsideParts(KindParts):
     """The parts of a drafter that the trunk's config describes."""
@@ -37,7 +42,7 @@ PARTS = InsideParts(head="mtp_train.heads.dspark:InsideHead")
 
 def _stages(config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     read, mask = config.dspark_target_layer_ids, config.dspark_noise_token_id
-    if not {*read} <= {*range(config.num_hidden_layers)} or mask not in range(config.vocab_size):
+    if not read or not {*read} <= {*range(config.num_hidden_layers)} or mask not in range(config.vocab_size):
         raise UnsupportedModelError(
             f"config.json: {LAYERS_READ} {read} and dspark_noise_token_id {mask}; expected layers and a token of the "
             "trunk. Restore the original."
