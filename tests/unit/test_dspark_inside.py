@@ -201,6 +201,7 @@ def test_the_commands_decode_with_it_and_name_it(release: Path, capfd: Capture) 
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["num_draft_tokens"] == BLOCK * drafted["num_drafts"] > 0
     assert f"expected 0 to {BLOCK}." in refusal([*generate, BLOCK + 1], capfd)
+    assert open_model(str(release), "own").deepest == BLOCK
 
 
 def test_a_fine_tune_gets_it_back_and_nothing_trains_it(
@@ -215,6 +216,7 @@ def test_a_fine_tune_gets_it_back_and_nothing_trains_it(
         ["rescue", finetune, "--from", release, "--out", tmp_path / "rescued"],
         ["init", tmp_path / "recipe.yaml", "--trunk", release],
         ["check", "attach_head", f"model.trunk={release}"],
+        ["run", "attach_head", f"model.trunk={release}", f"run_dir={tmp_path / 'run'}"],
     ):
         assert "DSpark drafter is decoded with and not trained" in refusal(command, capfd)
     assert "expected an MTP head" in refusal(["export", release, "--out", tmp_path / "head", "--head-only"], capfd)
