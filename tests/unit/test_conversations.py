@@ -226,9 +226,8 @@ def test_a_record_cannot_set_what_is_set_here() -> None:
 
 def test_a_suite_passes_tools_and_variables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     messages = GREETED[:1]
-    rows: list[dict[str, Any]] = [{"messages": messages, "tools": TOOLS}, {"prompt": messages}]
-    rows += [{"instruction": "hi", "documents": []}, {"prompt": "raw", "tools": TOOLS}]
-    write_rows(tmp_path / "s.jsonl", rows)
+    rows: list[dict[str, Any]] = [{"prompt": messages, "tools": TOOLS}, {"prompt": messages}]
+    write_rows(tmp_path / "s.jsonl", [*rows, {"prompt": "raw", "tools": TOOLS}])
     tokenizer = byte_tokenizer(THINKS)
     off: dict[str, Any] = {"enable_thinking": False}
     grid = EvaluationGrid(suite=str(tmp_path / "s.jsonl"), chat_template_kwargs=off)
@@ -238,7 +237,7 @@ def test_a_suite_passes_tools_and_variables(tmp_path: Path, caplog: pytest.LogCa
     with_tools = tokenizer.apply_chat_template(
         messages, tools=TOOLS, add_generation_prompt=True, return_dict=False, **off
     )
-    assert found == {"s#1": with_tools, "s#2": asked, "s#3": asked, "s#4": tokenizer("raw")["input_ids"]}
-    assert "1 of 4 records have tools, which is not put into their text" in caplog.text
+    assert found == {"s#1": with_tools, "s#2": asked, "s#3": tokenizer("raw")["input_ids"]}
+    assert "1 of 3 records have tools, which is not put into their text" in caplog.text
     with pytest.raises(DataError, match="--chat-template-kwargs: 'thinking', which the chat template does not read"):
         grid_prompts(EvaluationGrid(suite="builtin", chat_template_kwargs={"thinking": 1}), tokenizer, (None,))

@@ -324,13 +324,6 @@ def test_an_empty_source_is_refused(tmp_path: Path, file: str, content: str) -> 
         load_records(str(tmp_path / file))
 
 
-@pytest.mark.parametrize("bad_line", ['{"text": "b', "3"])
-def test_a_broken_line_is_named(tmp_path: Path, bad_line: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' + bad_line + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(.+: line 3.*\); expected a well-formed \.jsonl"):
-        load_records(str(tmp_path / "a.jsonl"))
-
-
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
@@ -372,15 +365,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a.jsonl": (b'{"text": "a"}\n\n{"text": 5}\n', ", record 2: text is 5"),
     "b.jsonl": (b'{"text": "a"}\n{"text"\n', ": cannot be read (Expecting ':' delimiter: line 3"),
     "c.jsonl": (b'{"text": "a"}\n[1]\n', ": cannot be read (no object: line 2)"),
-    "d.jsonl": (
-        b'{"text": "a"}\n{"text": "\xe9"}\n',
-        ": cannot be read ('utf-8' codec can't decode byte 0xe9",
-    ),
+    "d.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', ": cannot be read ('utf-8' codec can't decode"),
+    "e.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', ": cannot be read (Invalid control character at: line 3"),
     "a.json": (b'[{"text": "a"}, 5]', ": cannot be read (no object: line 1)"),
-    "a.csv": (b"text\na\n\xe9\n", ": cannot be read ('utf-8' codec can't decode"),
     "b.csv": (b'text\na\n"b\n', ": cannot be read (line 3: unexpected end of data)"),
     "c.csv": (b'text,more\na,b\n"",c\n', ", record 2: text is missing"),
-    "a.txt": (b"a\n\n\xe9\n", ": cannot be read ('utf-8' codec can't decode"),
 }
 
 

@@ -99,14 +99,10 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
     ("override", "problem"),
     [
         ("train.lr=fast", "train.lr: 'fast'; expected a valid number. Correct it."),
-        ("train.max_steps=1e3", "train.max_steps: 1000.0; expected a valid integer. Correct it"),
-        ("data.pack=yes", "data.pack: 'yes'; expected a valid boolean. Correct it."),
         ("model.trunk=3", "model.trunk: 3; expected a valid string. Correct it."),
-        ("model.trunk=", "model.trunk: null; expected a valid string."),
         ("model=finetune", "model: 'finetune'; expected an object."),
         ("data.sources=a.jsonl", "data.sources: 'a.jsonl'; expected a valid array."),
         ("evaluate.arms=[graft, retraned]", "evaluate.arms.1: 'retraned'; expected 'none', 'graft', 'native', "),
-        ("track.wandb=false", "track.wandb: false; expected 'off', 'offline' or 'online'."),
     ],
 )
 def test_wrong_types_are_named(recipe_file: Path, override: str, problem: str) -> None:
