@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from mtp_train.checkpoints.demo import demo_path
@@ -30,8 +29,3 @@ def llama(accepted: int, *, text: str = "the same", ms_per_token: float = 1.0) -
 def serving(reply: ReplyFn) -> AbstractContextManager[Served]:
     props = json.dumps({"model_path": str(demo_path("finetune"))})
     return openai_server(reply, owner="llamacpp", shows={"/props": lambda: props})
-
-
-def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from json_files import read_json
-from llama_server import GROUPS, llama, serving, write_rows
+from json_files import read_json, write_rows
+from llama_server import GROUPS, llama, serving
 from mtp_train.runs import pipeline
 from openai_server import ReplyFn
 from runs import Capture, run_command, tiny_recipe

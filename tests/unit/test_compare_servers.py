@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from json_files import read_json, write_json
-from llama_server import GROUPS, NEW_TOKENS, llama, serving, write_rows
+from json_files import read_json, write_json, write_rows
+from llama_server import GROUPS, NEW_TOKENS, llama, serving
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.cli.main import main
 from mtp_train.evaluation.results import load_report
