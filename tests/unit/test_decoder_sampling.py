@@ -85,17 +85,6 @@ def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafti
         assert sum(result.num_accepted_tokens for result in results) > 15
 
 
-def test_the_texts_without_drafts_are_worth_comparing() -> None:
-    for name in (*FAMILY_NAMES, "mistral"):
-        reseeded = [
-            dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=1))
-            for request in mixed_requests()
-        ]
-        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(reseeded))
-        differs = [ours != other for ours, other in zip(undrafted(name), of_reseeded, strict=True)]
-        assert differs == [request.sampling.temperature > 0.0 for request in mixed_requests()]
-
-
 @pytest.mark.parametrize(
     ("name", "drafting"),
     [("qwen3_5", "head"), ("glm4_moe", "chained"), ("qwen2", "model"), ("mistral", "ngram")],
@@ -199,26 +188,6 @@ def worst_deviation(trunk: Trunk, drafting: Drafting | None, sampling: Sampling,
 def test_drawn_drafts_leave_the_distribution_as_it_is(name: str, drafting: str, sampling: Sampling) -> None:
     trunk, maker = small(name, drafting)
     assert worst_deviation(trunk, maker, sampling, num_prompts=1 if name == "qwen3_5" else 2) < FAR_OUT
-
-
-def mistold(drafts: Drafts, fault: str) -> Drafts:
-    """Return drafts with another q than that which they were drawn from."""
-    assert drafts.q_BKV is not None
-    if fault == "flatter":
-        flat_BKV = drafts.q_BKV.sqrt()
-        return drafts._replace(q_BKV=flat_BKV / flat_BKV.sum(-1, keepdim=True))
-    if fault == "first choices":
-        return drafts._replace(tokens_BK=drafts.q_BKV.argmax(-1))
-    if fault == "none":
-        return drafts._replace(q_BKV=torch.zeros_like(drafts.q_BKV))
-    return drafts._replace(q_BKV=drafts.q_BKV.roll(1, dims=1))
-
-
-@pytest.mark.parametrize("fault", ["flatter", "first choices", "neighbour", "none"])
-def test_a_drafter_that_reports_another_q_is_found_out(fault: str) -> None:
-    trunk, maker = small("mistral", "model")
-    faulty = PassingDrafting(maker, lambda _plan, _newest_B1, drafts: mistold(drafts, fault))
-    assert worst_deviation(trunk, faulty, PLAIN, num_prompts=1) > FAR_OUT
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:

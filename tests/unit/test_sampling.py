@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ MIXED = [
     Sampling(temperature=2.0, top_k=1),
 ]
 LARGEST_BELOW_1 = 1.0 - 2.0**-24
-FAR_OUT = 6.0
 """Standard deviations that chance passes about once in a thousand million times."""
 
 
@@ -66,11 +64,6 @@ def wilson_hilferty(counts_N: Tensor, expected_N: Tensor) -> float:
     freedom = len(counts_N) - 1
     chi_square = float(((counts_N - expected_N).square() / expected_N).sum())
     return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-
-
-def joint_evenness(u: Tensor, other: Tensor) -> float:
-    cells = (u.flatten() * 16).long() * 16 + (other.flatten() * 16).long()
-    return wilson_hilferty(torch.bincount(cells, minlength=256), torch.full((256,), len(cells) / 256))
 
 
 @pytest.mark.parametrize(
@@ -152,21 +145,6 @@ def test_noise_is_splitmix64_of_seed_stream_and_position() -> None:
         assert u_BT.tolist() == [[splitmix64(seed, position, stream) for position in positions] for seed in seeds]
 
 
-@pytest.mark.parametrize("streams", [(TOKEN, DRAFT), (TOKEN, ACCEPT), (DRAFT, ACCEPT)])
-def test_the_streams_of_a_position_are_independent(streams: tuple[int, int]) -> None:
-    seed_B, position_BT = torch.arange(512), torch.arange(512).expand(512, -1)
-    first, second = (uniform(seed_B, position_BT, stream) for stream in streams)
-    assert abs(joint_evenness(first, second)) < FAR_OUT
-    assert joint_evenness(first, first) > FAR_OUT
-
-
-@pytest.mark.parametrize("neighbour", ["position", "seed"])
-def test_neighbours_are_independent(neighbour: str) -> None:
-    u_BT = uniform(torch.arange(513), torch.arange(513).expand(513, -1), TOKEN)
-    other_BT = u_BT[:-1, 1:] if neighbour == "position" else u_BT[1:, :-1]
-    assert abs(joint_evenness(u_BT[:-1, :-1], other_BT)) < FAR_OUT
-
-
 EDGES = [0.0, 2.0**-24, 0.5, LARGEST_BELOW_1]
 
 
@@ -186,13 +164,6 @@ def test_a_weight_of_0_is_never_drawn(weights: list[float]) -> None:
     tokens = draw(p_BTV, torch.tensor([EDGES]))[0].tolist()
     assert all(weights[token] > 0.0 for token in tokens)
     assert tokens[0] == next(token for token, weight in enumerate(weights) if weight > 0.0)
-    assert any(weights[token] == 0.0 for token in plain_inversion(weights, EDGES)), "these weights test nothing"
-
-
-def plain_inversion(weights: Sequence[float], us: Sequence[float]) -> list[int]:
-    """Invert the distribution as one would at first: the first sum that reaches u, the last token where none does."""
-    sums_V = torch.tensor(weights).cumsum(-1)
-    return [min(int((sums_V < u).sum()), len(weights) - 1) for u in us]
 
 
 def test_a_draw_inverts_the_cumulative_distribution_left_to_right() -> None:

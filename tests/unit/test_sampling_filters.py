@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from mtp_inference.sampling.distributions import (
     Sampling,
     SamplingRows,
     draw,
-    first_over,
-    in_blocks,
     keep_top,
 )
 from recorded_graph import Recorder
@@ -94,18 +91,6 @@ def test_a_sort_keeps_what_transformers_keeps(kind: str) -> None:
     assert torch.equal(*scores)
 
 
-def test_a_list_that_is_too_short_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = distributions.keep_top_of
-
-    def faulty(*given: Any) -> tuple[Tensor, Tensor]:
-        found_RV, suffices_R = stock(*given)
-        return found_RV, torch.ones_like(suffices_R)
-
-    monkeypatch.setattr(distributions, "keep_top_of", faulty)
-    logits_BTV = logits_of("tied", 1500)
-    assert not torch.equal(kept(keep_top, logits_BTV, SETTINGS), kept(keep_top_by_sort, logits_BTV, SETTINGS))
-
-
 @pytest.mark.parametrize("kind", EQUAL_KINDS)
 def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str) -> None:
     """Where a whole number of tokens makes up the tail, rounding decides about one of them."""
@@ -152,10 +137,6 @@ def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
     assert bool((tokens_B.diff() >= 0).all())
     scanned_B = draw_by_scan(p_BTV.expand(len(u_BT), -1, -1), u_BT)[:, 0]
     assert int((tokens_B != scanned_B).sum()) <= 2
-    # The control: each block with the sum of its neighbour.
-    blocks_BTNS = in_blocks(p_BTV).expand(len(u_BT), -1, -1, -1)
-    wrong_B = first_over(blocks_BTNS, blocks_BTNS.sum(-1).roll(1, dims=-1), u_BT[..., None])[:, 0, 0]
-    assert int((wrong_B != scanned_B).sum()) > 1000
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e-30, 1e-45])
