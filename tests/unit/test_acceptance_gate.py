@@ -19,18 +19,16 @@ def gate(after: Sequence[PromptCounts], before: Sequence[PromptCounts], confiden
     return decide_gate({"greedy": Pair(after, before)}, "graft", confidence)
 
 
-def arms(
-    rng: np.random.Generator, groups: int, per_group: int = 1, gain: float = 0.0, spread: float = 0.5
-) -> tuple[list[PromptCounts], list[PromptCounts]]:
-    """Draw two heads, the first better by ``gain`` in log odds, which differ by chance from group to group."""
+def equal_arms(rng: np.random.Generator, groups: int, per_group: int) -> tuple[list[PromptCounts], list[PromptCounts]]:
+    """Draw two heads that are as good, which differ by chance from group to group."""
     names = [f"g{number}" for number in range(groups) for _ in range(per_group)]
     ease_GP = rng.normal(0.8, 0.8, (groups, 1)) + rng.normal(0.0, 0.3, (groups, per_group))
 
-    def head(better: float) -> list[PromptCounts]:
-        own_GP = ease_GP + rng.normal(better, 0.3, (groups, 1)) + rng.normal(0.0, 0.2, (groups, per_group))
-        return counts_of(rounds_by_accepted(rng, own_GP.reshape(1, -1), mean_length=60.0, spread=spread)[0], names)
+    def head() -> list[PromptCounts]:
+        own_GP = ease_GP + rng.normal(0.0, 0.3, (groups, 1)) + rng.normal(0.0, 0.2, (groups, per_group))
+        return counts_of(rounds_by_accepted(rng, own_GP.reshape(1, -1), mean_length=60.0, spread=0.5)[0], names)
 
-    return head(gain), head(0.0)
+    return head(), head()
 
 
 def test_gate_needs_enough_groups() -> None:
@@ -50,25 +48,8 @@ def test_gate_needs_enough_groups() -> None:
 def test_equal_heads_pass_in_no_more_than_2_5_percent(groups: int) -> None:
     """Of 400 gates, within three standard errors above nominal; a bootstrap passes 4 to 5 % with 5 groups."""
     rng = np.random.default_rng(groups)
-    passed = [gate(*arms(rng, groups, per_group=2)).passed for _ in range(400)]
+    passed = [gate(*equal_arms(rng, groups, per_group=2)).passed for _ in range(400)]
     assert np.mean(passed) <= 0.025 + 3 * 0.0078
-
-
-def test_the_stated_power_is_what_gains_of_that_size_get() -> None:
-    """A gain of the stated size passes in about 80 % of runs; half of it in far fewer."""
-    rng = np.random.default_rng(3)
-    truth = float(np.mean([_gain(*arms(rng, 200, gain=0.8)) for _ in range(20)]))
-    found = [gate(*arms(rng, 12, gain=0.8)) for _ in range(300)]
-    stated = float(np.nanmedian([one.settings[0].detectable_gain or np.nan for one in found]))
-    assert stated == pytest.approx(truth, rel=0.25)
-    assert 0.65 <= np.mean([one.passed for one in found]) <= 0.92
-    weak = [gate(*arms(rng, 12, gain=0.4)).passed for _ in range(300)]
-    assert np.mean(weak) < 0.45
-
-
-def _gain(after: Sequence[PromptCounts], before: Sequence[PromptCounts]) -> float:
-    setting = gate(after, before).settings[0]
-    return setting.tau - setting.baseline_tau
 
 
 def test_gate_without_rounds() -> None:

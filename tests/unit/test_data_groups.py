@@ -157,11 +157,6 @@ def test_one_text_file_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
 ITEMS = [Record(f"r#{number:03}", f"group {number % 50}", PlainText("")) for number in range(200)]
 
 
-def test_the_share_held_out_is_about_the_one_asked_for() -> None:
-    held_out = sum(is_held_out(str(number), 0.1, 0) for number in range(2000))
-    assert 150 < held_out < 250  # 200 expected, standard deviation 13
-
-
 def test_the_side_depends_on_group_and_seed_alone() -> None:
     train, held_out = split_by_group(ITEMS, 0.2, 0)
     assert split_by_group(ITEMS[::-1], 0.2, 0) == (train[::-1], held_out[::-1])

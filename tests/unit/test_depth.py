@@ -255,13 +255,6 @@ def test_costs_are_measured_before_depths_are_compared() -> None:
     assert next_depth(DepthController(0, Acceptance()), RoundCosts()) == 0
 
 
-def test_only_where_costs_are_plain_means_outliers_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert min(Decoder(seed=seed).decode(UNPREDICTABLE, 512).speed for seed in range(16)) >= 0.97
-    # Negative control.
-    monkeypatch.setattr(depth_module, "_typical", statistics.fmean)
-    assert min(Decoder(seed=seed).decode(UNPREDICTABLE, 512).speed for seed in range(16)) < 0.97
-
-
 def test_costs_that_changed_are_measured_again() -> None:
     costs = measured_costs(d0=10.0, d3=11.0)
     for _ in range(600):
