@@ -89,6 +89,8 @@ def test_text_in_parts_is_one_text() -> None:
         ([{"role": "user", "content": [{"type": "image"}]}], "content is [{'type': 'image'}]; expected text."),
         ([{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image"}]}], "expected text."),
         ([{"from": "human"}], "message 1: content is missing; expected text."),
+        ([{**USER, "tool_calls": 7}], "message 1: tool_calls are 7; expected a list of objects."),
+        ([{**USER, "tool_calls": ["f"]}], "message 1: tool_calls are ['f']; expected a list of objects."),
         ([{"role": ["user"], "content": "hi"}], "message 1: role ['user']; expected one of"),
         ([{"from": ["gpt"], "value": "hi"}], "message 1: role ['gpt']; expected one of"),
     ],

@@ -150,7 +150,9 @@ def test_syntax_errors_have_line_and_column(recipe_file: Path, text: str, place:
     assert "; expected well-formed YAML. " in problem
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "a: 1" + "0" * 5000, "run_dir: \x07\n"])
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "a: 1" + "0" * 5000, "run_dir: \x07\n", "seed: !!bool abc\n", 'seed: "\\Uffffffff"\n']
+)
 def test_absurd_yaml_is_refused_like_any_other(recipe_file: Path, text: str) -> None:
     (problem,) = problems_in(recipe_file, text)
     assert "; expected well-formed YAML. " in problem
