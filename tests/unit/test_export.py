@@ -176,13 +176,6 @@ def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(
     assert read_json(out / "config.json")["full_attention_interval"] == 2
 
 
-def test_export_declares_the_head_that_the_config_forgot(base: Path, out: Path) -> None:
-    set_fields(base, {"mtp_num_hidden_layers": None})
-    export(base, out)
-    assert read_json(out / "config.json")["mtp_num_hidden_layers"] == 1
-    assert diagnose_head(open_checkpoint(out)).complete
-
-
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: bool, tmp_path: Path, out: Path) -> None:

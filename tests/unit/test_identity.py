@@ -113,17 +113,6 @@ def test_files_that_changed_are_named_in_order() -> None:
     assert changed_files(recorded, found) == sorted(named)
 
 
-def test_a_rewrite_of_the_same_size_with_its_old_time_is_found(files: InputFiles, reads: list[Any]) -> None:
-    path, first = files.files["model.safetensors"], hashed(files)
-    before = path.stat()
-    path.write_text("WEIGHTS")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    now = path.stat()
-    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
-    contents = hashed(files, first)["model.trunk"].contents
-    assert changed_files(first["model.trunk"].contents, contents) == ["model.safetensors"]
-
-
 @pytest.mark.parametrize(("hashed_after_ns", "is_found"), [(0, True), (identity.TICK_NS, True), (3 * 10**9, False)])
 def test_a_rewrite_within_the_tick_of_the_last_write_is_found(
     hashed_after_ns: int, is_found: bool, files: InputFiles

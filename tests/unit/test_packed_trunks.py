@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from checkpoints import all_tensors, base_and_finetune, save_tensors, set_fields
-from json_files import read_json, write_json
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
 from mtp_train.cli.main import main
@@ -295,12 +294,3 @@ def test_the_packed_layers_of_a_head_get_no_exception(base: Path, out: Path, cap
     document(["export", base, "--out", out], capfd)
     listed = quantisation(out)["modules_to_not_convert"]
     assert sorted(listed) == ["lm_head", *sorted(layer for layer in LAYERS if "mlp" in layer)]
-
-
-def test_modelopt_s_own_file_is_extended_too(base: Path, capfd: Capture) -> None:
-    pack_trunk(base, "modelopt fp8", declared=False)
-    own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    write_json(base / "hf_quant_config.json", own)
-    out = paste(document(["inspect", base], capfd)["cure"])
-    found = read_json(out / "hf_quant_config.json")
-    assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]
