@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import mtp_train
-from mtp_train.trunk import recurrent_kernels
 from repository import REPOSITORY
 from tiny import tiny_trunk
 
@@ -51,32 +47,12 @@ def test_decoding_on_a_cpu_is_compared_with_transformers(capsys: pytest.CaptureF
     assert set(found["training"]) == {"fp32", "bf16"}
 
 
-def test_the_parts_for_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu = importlib.import_module("gpu")
-    assert gpu.main(["--device", "cpu", "--parts", "decode,train", *SMALL]) == 0
-    found = last_line(capsys)["parts"]
-    assert [one["graphs"] for one in found["decode"].values()] == [0, 0]
-    assert found["train"]["seconds"] > 0
-
-
 def test_a_config_alone_gives_random_weights_of_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
     gpu = importlib.import_module("gpu")
     assert gpu.main(["--device", "cpu", "--parts", "decode,train", "--config", str(DEMO), *SMALL]) == 0
     found = last_line(capsys)["parts"]
     assert found["decode"]["depth 3"]["tau"] == 1
     assert found["train"]["loss"] > 0
-
-
-def test_a_cell_that_fails_costs_no_other_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = importlib.import_module("gpu")
-    monkeypatch.setattr(gpu.Bench, "decode", lambda _self: 1 / 0)
-    assert gpu.main(["--device", "cpu", "--parts", "published", *SMALL]) == 1
-    found = last_line(capsys)["parts"]["published"]
-    assert list(found) == [f"{part} {number}" for number in (1, 2, 3) for part in ("decode", "train")]
-    assert found["decode 1"] == {"failed": "ZeroDivisionError: division by zero"}
-    assert found["train 3"]["seconds"] > 0
 
 
 def test_a_profile_counts_kernels_and_the_gaps_between_them() -> None:
@@ -91,19 +67,6 @@ def test_a_profile_counts_kernels_and_the_gaps_between_them() -> None:
     found = importlib.import_module("gpu_kernels").kernel_times([caller, *events], torch.device("cpu"), rounds=2)
     assert (found["launches"], found["span_ms_while_profiled"], found["gaps_ms"]) == (1.5, 0.05, 0.015)
     assert found["kernels"] == [["a", 1.0, 0.02], ["b", 0.5, 0.02]]
-
-
-def test_a_step_can_run_recurrent_layers_in_torch_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    module = sys.modules[type(trunk.decoder).__module__]
-    chosen = recurrent_kernels.ByTensor(lambda _first: "kernel", lambda _first: "torch", None)
-    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", chosen)
-    monkeypatch.setattr(recurrent_kernels, "KERNEL_DEVICES", ("cpu",))
-    found = []
-    for change in (nullcontext(), *importlib.import_module("gpu_training").patches(trunk)["recurrent layers in torch"]):
-        with change:
-            found.append(module.torch_chunk_gated_delta_rule(torch.zeros(1)))
-    assert found == ["kernel", "torch"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -156,13 +119,3 @@ def test_a_layer_counts_what_it_launches_and_moves(module: nn.Module, launches: 
     (part,) = counting.parts.values()
     assert part == {"launches": launches, "nbytes": nbytes, "flop": flop}
     assert counting.products == (part if flop else {})
-
-
-@pytest.mark.parametrize(("change", "launches"), [(lambda state: state * 2, 1), (lambda state: state.mT.mT, 0)])
-def test_an_operation_more_is_a_launch_more(change: Callable[[Tensor], Tensor], launches: int) -> None:
-    count, gpu = importlib.import_module("count"), importlib.import_module("gpu")
-    model = gpu.random_model(str(DEMO), count.META, count.DTYPE)
-    before = count.count_round(model, 0).row()
-    model.trunk.decoder.norm.register_forward_hook(lambda _norm, _inputs, state: change(state))
-    after = count.count_round(model, 0).row()
-    assert after["launches"] - before["launches"] == launches

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engines.ours import load_subject
-from engines.witness import num_drafted
 from json_files import read_json
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
@@ -43,13 +40,3 @@ def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_
     trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
     assert trunk.config.layer_types[1] == "compressed_sparse_attention"
     assert all(checkpoint.read(key).isfinite().all() for key in checkpoint.tensors)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
-def test_a_head_of_another_kind_stands_beside_its_trunk(kind: str, tmp_path: Path) -> None:
-    vocab = 50 if kind == "eagle3" else None
-    make_witness("llama", tmp_path, num_steps=1, seed=0, kind=kind, num_drafted=vocab)
-    assert diagnose_head(open_checkpoint(tmp_path)).found_keys == ()
-    head = load_subject(open_checkpoint(tmp_path), "auto", torch.float32, tmp_path / "draft").head
-    assert head.family.kind.name == kind
-    assert num_drafted(head) == vocab
