@@ -37,16 +37,6 @@ def test_check_prints_the_resolved_recipe_and_the_plan(recipe: Path, tmp_path: P
     assert printed.endswith(f"\nlaunch: mtp-train run {recipe} train.lr=3e-3\n")
 
 
-def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, capfd: Capture) -> None:
-    whole = document(["check", recipe, "model.dtype=float32"], capfd)
-    found = document(["check", recipe, "model.offload=cpu", "model.dtype=float32"], capfd)
-    # One layer at a time is there.
-    assert whole["memory"]["trunk_bytes"] - found["memory"]["offloaded_bytes"] < found["memory"]["trunk_bytes"]
-    assert found["memory"]["trunk_bytes"] < whole["memory"]["trunk_bytes"]
-    message = refusal(["check", recipe, "model.offload=cpu", "--processes", "2"], capfd)
-    assert "model.offload: cpu, with 2 processes; expected one" in message
-
-
 def test_check_touches_no_weights(own_inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", own_inputs, new_run)
     expected = document(["check", recipe], capfd)
@@ -122,15 +112,6 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
     assert loads == [getattr(torch, answered_in)]
 
 
-def test_regenerate_needs_a_recipe_that_regenerates(
-    inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture
-) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run)
-    message = refusal(["regenerate", recipe], capfd)
-    assert "data.regenerate: null; expected a section. Write data.regenerate: {}." in message
-    assert not new_run.exists()
-
-
 # export
 
 
@@ -172,16 +153,6 @@ def test_export_of_a_run_that_was_never_measured_is_refused(
 
 
 # --json, --help, and recipes as programs
-
-
-def test_the_recipes_and_the_demo_are_documents_too(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The demo's own checkpoints are large beside these.
-    small_demo = {"prompts": inputs / "chats.jsonl"}
-    monkeypatch.setattr("mtp_train.checkpoints.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
-    assert document(["recipes"], capfd).keys() >= {"recipes", "accelerate"}
-    assert document(["demo", tmp_path / "demo"], capfd).keys() == {"base", "finetune", "prompts"}
 
 
 def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Capture) -> None:

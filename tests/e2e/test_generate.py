@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import shlex
-import shutil
 import sys
 import threading
 from pathlib import Path
@@ -87,37 +86,6 @@ def test_generate_states_its_settings(inputs: Path, capfd: Capture) -> None:
     named = {"checkpoint": str(inputs / "base"), "depth": 2, "max_new_tokens": 1, "mtp": "on"}
     used = {"temperature": 0.0, "seed": 0, "draft_sampling": "sampled", "dtype": "float32", "device": "cpu"}
     assert document(argv, capfd)["settings"].items() >= (named | used).items()
-
-
-def test_generate_stops_at_the_declared_end_of_text(run_dir: Path, tmp_path: Path, capfd: Capture) -> None:
-    checkpoint = Path(shutil.copytree(run_dir / "export", tmp_path / "checkpoint"))
-    argv = ["generate", checkpoint, "--prompt", PROMPTS[0], "--max-new-tokens", 24]
-    whole = document(argv, capfd)["requests"][0]["token_ids"]
-    end = whole[9]
-    write_json(checkpoint / "generation_config.json", {"eos_token_id": end})
-    for depth in (0, 3):
-        assert document([*argv, "--depth", depth], capfd)["requests"][0]["token_ids"] == whole[: whole.index(end) + 1]
-
-
-def test_generate_samples_the_same_text_with_and_without_argmax_drafts(run_dir: Path, capfd: Capture) -> None:
-    sampled = [run_dir / "export", "--temperature", 1.5, "--top-k", 20, "--draft-sampling", "argmax", "--seed", 3]
-    drafted, plain = requests(sampled, capfd), requests([*sampled, "--mtp", "off"], capfd)
-    assert texts(drafted) == texts(plain)
-    assert texts(plain) != texts(requests([run_dir / "export"], capfd))
-    assert texts(plain) != texts(requests([*sampled[:-1], 4, "--mtp", "off"], capfd))
-    assert sum(one["num_draft_tokens"] for one in drafted) > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--depth", "8"], "depth: 8; expected 0 to 7. Use 3 unless you measured better."),
-        (["--max-new-tokens", "0"], "max_new_tokens: 0; expected 1 or more. Ask for at least one token."),
-        (["--prompt", ""], "--prompt 2: no token; expected some text. Write a prompt."),
-    ],
-)
-def test_generate_refuses_what_is_out_of_range(words: list[str], message: str, run_dir: Path, capfd: Capture) -> None:
-    assert refusal(["generate", run_dir / "export", "--prompt", "x", *words], capfd) == f"mtp-train: {message}\n"
 
 
 def test_generate_decodes_the_text_path_of_a_vision_language_checkpoint_and_refuses_images(

@@ -134,12 +134,6 @@ def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, o
     assert (out / "report.json").is_file()
 
 
-def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    recipe = second(tmp_path, pristine, first, evaluate__arms=["none", "graft", "retrained", "vanilla"])
-    said = refusal(["check", recipe], capfd)
-    assert "Name the base in model.head_from, or write evaluate.arms: [none, graft, retrained]." in said
-
-
 def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
     donor = copied(first, tmp_path)
     recipe = second(tmp_path, pristine, donor)

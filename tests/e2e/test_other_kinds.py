@@ -178,14 +178,6 @@ def test_a_fine_tune_with_a_draft_model_is_probed_and_rescued(
     mtp.write_recipe(tmp_path / "r.yaml", trunk, alone, data=[inputs / "chats.jsonl"])
 
 
-def test_a_head_of_another_kind_than_the_recipe_names_is_refused(
-    runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    wrong = {**RUN, **from_donor(runs["eagle"])}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **wrong)
-    assert "has a head of kind eagle;" in refusal(["run", recipe], capfd)
-
-
 def test_a_released_draft_model_keeps_its_own_output_matrix_and_layer(
     runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:

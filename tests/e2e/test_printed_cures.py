@@ -229,24 +229,6 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
     assert main(["check", "finetune.yaml"]) == 0
 
 
-def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(tmp_path: Path, capfd: Capture) -> None:
-    inputs = write_inputs(tmp_path / "in")
-    pair = ["--trunk", str(inputs / "finetune"), "--base", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
-    assert main(["init", "my.yaml", *pair, "--device", "0.0067GiB"]) == 0
-    assert capfd.readouterr().out.endswith(
-        "on a GPU of 0.0067 GiB.\nnext: mtp-train check my.yaml --device 0.0067GiB\n"
-    )
-    planned = ["check", "my.yaml", "--processes", "2", "--device", "0.0067GiB"]
-    assert main(planned) == 2
-    first, _, *lines = capfd.readouterr().out.splitlines()
-    assert first.startswith("does not fit: ")
-    fitting = [line.partition(": ")[2] for line in lines if line.startswith("  ") and " a process" in line]
-    assert fitting
-    for arguments in fitting:
-        assert main([*planned, *shlex.split(arguments)]) == 0, arguments
-        assert "launch: " in capfd.readouterr().out
-
-
 def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(inputs: Path) -> None:
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
     for recipe in ("my.yaml", "retrain_head"):

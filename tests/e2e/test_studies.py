@@ -24,7 +24,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import decode, pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
-from openai_server import openai_server, served_by
+from openai_server import openai_server
 from repository import REPOSITORY
 from runs import Capture, document, run_command, tiny_recipe
 
@@ -116,18 +116,6 @@ def test_a_server_is_asked_the_same(inputs: Path, out: Path, capfd: Capture, alo
         assert (fit["temperature"], fit["found"], fit["are_the_trunks"]) == (0.0, 1.0, True)
         ours, theirs = (cells_of(report, task="all", arm=name, depth=2)[0] for name in ("base", "served"))
         assert (theirs["tau"], theirs["marginal"], theirs["rounds"]) == (ours["tau"], ours["marginal"], ours["rounds"])
-
-
-def test_answers_that_are_not_the_trunks_are_told(inputs: Path, out: Path, capfd: Capture) -> None:
-    other = load_arm_trunk(open_arm(ArmSpec("other", str(inputs / "base"), None)), torch.device("cpu"))
-    with torch.no_grad():
-        other.causal_lm.get_output_embeddings().weight.copy_(other.lm_head_VD.flip(0))
-    with openai_server(served_by(other, [])) as served:
-        flags = ["--depths", 1, "--rules", "greedy", "argmax", "--endpoint", served.url, "--out", out]
-        endpoint = document(["evaluate", inputs / "base", *suite(inputs), *flags], capfd)["endpoint"]
-    assert [(fit["temperature"], fit["are_the_trunks"]) for fit in endpoint["answers"]] == [(0.0, False), (1.0, None)]
-    for told in ("temperature 0 are not the trunk's: over 3", "30 tokens at temperature 1 are too few to tell"):
-        assert [warning for warning in endpoint["warnings"] if told in warning]
 
 
 @pytest.mark.parametrize(

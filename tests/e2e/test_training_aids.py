@@ -37,21 +37,6 @@ def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
 UNJUDGED = {"gate__enabled": False, "export__enabled": False}
 
 
-def test_states_on_disk_give_the_same_head_and_serve_other_runs(
-    inputs: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = {**LEARNS, **UNJUDGED, "train__hidden_cache": {"directory": str(tmp_path / "shared")}}
-    found, expected = head(run(inputs, tmp_path / "kept", **shared)), head(run_dir)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
-    (cache,) = (tmp_path / "shared").iterdir()
-
-    # Another run of the same text finds them there.
-    written = {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")}
-    other = run(inputs, tmp_path / "again", **(shared | {"objective__loss": "ce", "train__max_steps": 2}))
-    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")} == written
-    assert read_metrics(other)[-1]["step"] == 2
-
-
 def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     own_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

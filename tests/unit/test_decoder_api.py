@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import doctest
 import pkgutil
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import mtp_inference
-from adapters import write_adapter
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
@@ -89,24 +86,6 @@ def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: Speculati
         (result,) = named.generate(PROMPT, 12)
         assert result.token_ids == expected.token_ids
         assert result.num_drafts > 0
-
-
-def test_a_run_directory_stands_for_its_export(pristine: Path, new_run: Path) -> None:
-    shutil.copytree(pristine / "base", new_run / "export")
-    loaded = SpeculativeDecoder.from_pretrained(new_run, device="cpu")
-    assert loaded.generate(PROMPT, 4)[0].num_drafts > 0
-
-
-def test_an_adapter_is_applied_and_the_dtype_is_taken(pristine: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(pristine / "base", tmp_path / "base"))
-    model = write_adapter(base, tmp_path / "lora", target_modules=["q_proj", "up_proj"], lora_alpha=2)
-    adapted = SpeculativeDecoder.from_pretrained(base, adapter=tmp_path / "lora", device="cpu")
-    tokens_1T = torch.tensor([ids(PROMPT)])
-    with torch.inference_mode():
-        logits = adapted.trunk.logits(adapted.trunk.hidden(tokens_1T))
-        torch.testing.assert_close(logits, model(tokens_1T).logits, atol=1e-5, rtol=0)
-    half = SpeculativeDecoder.from_pretrained(base, device="cpu", dtype=torch.bfloat16)
-    assert half.trunk.lm_head_VD.dtype is torch.bfloat16
 
 
 def test_what_cannot_be_loaded_or_decoded_is_refused(pristine: Path, decoder: SpeculativeDecoder) -> None:
