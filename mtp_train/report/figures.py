@@ -14,7 +14,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
@@ -23,7 +23,14 @@ from mtp_train.evaluation.results import ArmResult, Report
 from mtp_train.report.tables import context_words
 from mtp_train.report.wording import group_arms
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
 INK, FAINT = "#222222", "#d9d9d9"
+PLAIN_LINE: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 3))}
+"""Style of the line at 1, the speed and tau of plain decoding."""
 WIDTH_INCHES = 5.2
 PIXELS_PER_INCH = 200
 MAX_LABEL_CHARS = 26
@@ -55,7 +62,7 @@ Point = tuple[float, float, Interval | None]
 
 
 class Series(NamedTuple):
-    """A line of a figure, or a single point."""
+    """A line of a figure, or a row, which has a single point."""
 
     name: str
     look: Look
@@ -63,10 +70,19 @@ class Series(NamedTuple):
     note: str = ""
     """Marks an arm that does not compare with the others, such as ``other trunk``."""
 
-    @property
-    def label(self) -> str:
+    def label(self, separator: str) -> str:
         short = self.name if len(self.name) <= MAX_LABEL_CHARS else f"{self.name[: MAX_LABEL_CHARS - 3]}..."
-        return f"{short} ({self.note})" if self.note else short
+        return f"{short}{separator}({self.note})" if self.note else short
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """The style of its marker; hollow with a note."""
+        return {
+            "color": self.look.colour,
+            "marker": self.look.marker,
+            "markerfacecolor": "white" if self.note else self.look.colour,
+            "markeredgewidth": 1.6,
+        }
 
 
 class FigureFile(NamedTuple):
@@ -88,13 +104,13 @@ ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     figures = list[FigureFile]()
-    for name, what in (
-        ("tau", "Tokens committed per round (tau)"),
-        ("speedup", "Tokens per second over those of the same trunk without drafts"),
+    for name, what, x_start in (
+        ("tau", "Tokens committed per round (tau)", 0.9),
+        ("speedup", "Tokens per second over those of the same trunk without drafts", 0.0),
     ):
         if series := _arm_series(report, name):
             caption = f"{what}, {INTERVALS}. 1 is plain decoding."
-            figures.append(FigureFile(name, caption, _lines(series, "", LABELS[name], [""], plain_at=1.0)))
+            figures.append(FigureFile(name, caption, _rows(series, LABELS[name], x_start)))
     if series := _arm_series(report, "marginal"):
         caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
         ticks = [str(position + 1) for position in range(max(len(one.points) for one in series))]
@@ -187,11 +203,64 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
     return lines
 
 
+def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
+    """Draw a row for the point of each arm, with its interval, beside 1, which is plain decoding."""
+    figure, axes = canvas(0.9 + 0.5 * len(series))
+    most = 1.0
+    for row, one in enumerate(series):
+        ((_, value, known),) = one.points
+        interval = known or (value, value)
+        most = max(most, interval[1])
+        axes.plot(interval, [row, row], color=one.look.colour, linewidth=2, solid_capstyle="butt")
+        axes.plot([value], [row], **one.marker, linestyle="none", markersize=8)
+        axes.annotate(
+            f"{value:.2f}",
+            (interval[1], row),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+            color=INK,
+        )
+        if row and one.note != series[row - 1].note:
+            axes.axhline(row - 0.5, color=FAINT, linewidth=1, zorder=0)
+    axes.set_xlim(x_start, x_start + 1.2 * max(most - x_start, 0.1))
+    axes.axvline(1.0, **PLAIN_LINE, zorder=0.5)
+    # Names come from users: matplotlib must not parse a dollar sign in one as mathematics.
+    axes.set_yticks(range(len(series)), [one.label("\n") for one in series], parse_math=False)
+    # The first row on top.
+    axes.set_ylim(len(series) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(label)
+    return png(figure)
+
+
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
     """Return a look for every arm: from :data:`LOOKS` for a known name, else an unused one while there are any."""
     # Grey is reserved for arms without drafts.
     spare = cycle([look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or LOOKS.values())
     return {name: LOOKS.get(name) or next(spare) for name in names}
+
+
+def canvas(height_inches: float) -> tuple[Figure, Axes]:
+    """Return an empty figure of the report's width, and its axes."""
+    # `Figure` with its default Agg canvas, without pyplot, needs neither global state nor a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=11)
+    axes.xaxis.label.set_fontsize(11)
+    axes.yaxis.label.set_fontsize(11)
+    return figure, axes
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def _lines(
@@ -204,27 +273,16 @@ def _lines(
     plain_at: float | None = None,
 ) -> bytes:
     """Draw lines over numbers, or over the labels ``ticks`` at x = 0, 1, ...; ``plain_at``: y of plain decoding."""
-    # `Figure` with its default Agg canvas, without pyplot, needs neither global state nor a display.
-    from matplotlib.figure import Figure
-
-    size = (WIDTH_INCHES, 3.3 + 0.25 * len(series))
-    figure = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=11)
+    figure, axes = canvas(3.3 + 0.25 * len(series))
     # About a dozen markers per line tell lines apart without hiding them. Points at the same tick stand side by side.
     every, shift = max(1, max(len(one.points) for one in series) // 12), 0.05 if ticks else 0.0
     drawn = []
     for index, one in enumerate(series):
-        colour, aside = one.look.colour, shift * (index - (len(series) - 1) / 2)
+        aside = shift * (index - (len(series) - 1) / 2)
         drawn += axes.plot(
             [x + aside for x, _, _ in one.points],
             [y for _, y, _ in one.points],
-            color=colour,
-            marker=one.look.marker,
-            # Hollow and dashed with a note.
-            markerfacecolor="white" if one.note else colour,
-            markeredgewidth=1.6,
+            **one.marker,
             linestyle=(0, (4, 2)) if one.note else "-",
             linewidth=1.8,
             markersize=7,
@@ -232,21 +290,21 @@ def _lines(
         )
         for x, _, interval in one.points:
             if interval is not None:
-                axes.plot([x + aside, x + aside], interval, color=colour, linewidth=1.4)
+                axes.plot([x + aside, x + aside], interval, color=one.look.colour, linewidth=1.4)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    # Below the plot, one arm per line: long names fit, and the legend covers no curve.
-    legend = figure.legend(drawn, [one.label for one in series], loc="outside lower left", frameon=False, fontsize=11)
-    for text in legend.get_texts():
-        # Names come from users: matplotlib must not parse a dollar sign in one as mathematics.
-        text.set_parse_math(False)
+    if len(series) > 1:
+        # Below the plot, one arm per line: long names fit, and the legend covers no curve.
+        texts = figure.legend(
+            drawn, [one.label(" ") for one in series], loc="outside lower left", frameon=False, fontsize=11
+        ).get_texts()
+        for text in texts:
+            text.set_parse_math(False)
     if ticks:
         axes.set_xticks(range(len(ticks)), ticks)
     if y_limits:
         axes.set_ylim(y_limits)
     if plain_at is not None:
-        axes.axhline(plain_at, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlabel(x_label, fontsize=11)
-    axes.set_ylabel(y_label, fontsize=11)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+        axes.axhline(plain_at, **PLAIN_LINE)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return png(figure)
