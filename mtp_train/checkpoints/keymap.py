@@ -151,10 +151,17 @@ class HeadLayout:
         return places.index(mapped.place), len(places)
 
     def renamed(self, key: str, target: HeadLayout) -> str:
-        """Return a head key's name in another checkpoint of the family, which may have another decoder prefix."""
-        if key.startswith(self.trunk_prefix) and any("{trunk}" in prefix for prefix in self.family.keys.head_prefixes):
-            return target.trunk_prefix + key[len(self.trunk_prefix) :]
-        return key
+        """Return a head key's name in another checkpoint of the family.
+
+        The other may have another decoder prefix, and a pruned trunk has fewer layers before the head.
+        """
+        prefixes, name = "".join(self.family.keys.head_prefixes), key.removeprefix(self.trunk_prefix)
+        if name == key or "{trunk}" not in prefixes:
+            return key
+        if "{layer}" in prefixes:
+            shift = target.num_hidden_layers - self.num_hidden_layers
+            name = re.sub(r"(?<=\Alayers\.)\d+", lambda number: str(int(number[0]) + shift), name)
+        return target.trunk_prefix + name
 
     def native_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """Return the native keys of a head's state dict, each with its shape."""

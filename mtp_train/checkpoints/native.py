@@ -32,6 +32,7 @@ from mtp_train.checkpoints.quantised import (
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
+_LAYER = re.compile(r"layers\.\d+\.")
 _EXPONENT_BIAS = 127
 """Of the scales of MXFP4."""
 
@@ -187,8 +188,10 @@ def require_same_trunk_shape(
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk with the same tensors and shapes.
 
     Their modules are compared, and the shapes of tensors that both store alike: the two may be quantised differently,
-    or only one may stack its experts. The embedding may have more or fewer rows (added tokens), unless the head has
-    weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are on.
+    or only one may stack its experts. A pruned trunk, which declares fewer layers, has other layers under the same
+    numbers: of these only the modules are compared. The embedding may have more or fewer rows (added tokens), unless
+    the head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they
+    are on.
     """
     require_declared(base)
     if finetune.family.name != base.family.name:
@@ -197,8 +200,11 @@ def require_same_trunk_shape(
             "that the fine-tune came from. Point at that base."
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
-    own = trunk_modules(ours)
-    missing = own ^ trunk_modules(theirs)
+    shared, own, others = ours.keys() & theirs.keys(), trunk_modules(ours), trunk_modules(theirs)
+    if finetune_layout.num_hidden_layers < base_layout.num_hidden_layers:
+        shared = {name for name in shared if not _LAYER.match(name)}
+        own, others = ({_LAYER.sub("layers.", module) for module in modules} for modules in (own, others))
+    missing = own ^ others
     if missing:
         lacking, whole = (base, finetune) if min(missing) in own else (finetune, base)
         raise CheckpointError(
@@ -206,7 +212,7 @@ def require_same_trunk_shape(
             "it lost weights, restore its files; else point at the base that the fine-tune came from."
         )
     wiring = finetune.family.wiring
-    for name in sorted(ours.keys() & theirs.keys()):
+    for name in sorted(shared):
         mine, other = finetune.tensors[ours[name]], base.tensors[theirs[name]]
         alike = mine.dtype == other.dtype or {mine.dtype, other.dtype} <= {*PLAIN_DTYPES}
         if mine.shape == other.shape or not alike:

@@ -13,13 +13,17 @@ import torch
 from safetensors.torch import load_file
 from test_packed_heads import int4
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
 from adapters import write_adapter
 from checkpoints import rewrite, save_stripped, set_fields
 from gguf_files import checkpoint_with_head
+from mtp_train import graft, inspect
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
+from mtp_train.heads.build import build_head, graft_plan
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
 from runs import Capture, document, paste, refusal, run_command
@@ -151,6 +155,34 @@ def test_a_trunk_that_lost_weights_is_damaged_with_or_without_its_head(
     whole = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "whole")
     message = refusal(["inspect", whole, "--base", base], capfd)
     assert message.startswith(f"mtp-train: {base}: lacks trunk module layers.")
+
+
+def head_weights(path: Path) -> dict[str, Tensor]:
+    opened = open_checkpoint(path)
+    return build_head(graft_plan(opened, opened, "auto"), text_config_of(opened), dtype=torch.float32).state_dict()
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe"])
+def test_a_trunk_that_lost_a_layer_on_purpose_gets_the_head_of_the_whole_one(
+    family_name: str, tmp_path: Path, out: Path
+) -> None:
+    """Its later layers have other numbers, and glm4_moe's head another key."""
+    whole = checkpoint_with_head(tmp_path / "whole", family_name)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    types = getattr(model.config, "layer_types", None)
+    del model.model.layers[1]
+    model.config.num_hidden_layers -= 1
+    if types is not None:
+        model.config.layer_types = [*types[:1], *types[2:]]
+    model.save_pretrained(tmp_path / "pruned")
+    graft(tmp_path / "pruned", whole, out)
+    assert inspect(out, whole).status == "healthy"
+    trunks = [load_trunk(path, open_checkpoint(path).family, dtype="auto") for path in (out, tmp_path / "pruned")]
+    tokens_1T = torch.arange(5)[None]
+    torch.testing.assert_close(*(trunk.hidden(tokens_1T) for trunk in trunks), rtol=0, atol=0)
+    found, expected = map(head_weights, (out, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(
