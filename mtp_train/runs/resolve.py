@@ -55,7 +55,7 @@ NEW_HEAD = 2
 WARMUP_SHARE = 0.05
 LEARNING_RATE, WIDTH = 1e-4, 4096
 LORA_FACTOR = 10
-GOOD_OVERLAP, GOOD_FACTOR = 0.7, 0.2
+GOOD_OVERLAP, GOOD_FACTOR = 0.8, 0.2
 """A head that starts with at least this overlap of p and q at depth 1 is trained with this part of the rate
 (``inference/benchmarks/auto.md``)."""
 CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384

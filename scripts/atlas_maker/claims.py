@@ -175,7 +175,8 @@ def rule(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def errors(of_rows: Sequence[Mapping[str, Any]], says: Callable[[Mapping[str, Any]], bool]) -> int:
         return sum(says(row) != pays(row) for row in of_rows)
 
-    limit = min([*limits, 1.01], key=lambda one: errors(fitted, lambda row: row["overlap"] < one))
+    # Of equal limits the largest: a training that does not pay is refused by the gate.
+    limit = min([*limits, 1.01], key=lambda one: (errors(fitted, lambda row: row["overlap"] < one), -one))
     return {
         "limit": limit,
         "fitted": [len(fitted), errors(fitted, lambda row: row["overlap"] < limit)],

@@ -32,28 +32,28 @@ def row_of(*cells: object) -> str:
 
 
 def of_finetunes(found: Mapping[str, Any]) -> Iterator[str]:
-    yield row_of("fine-tune", "KL", "overlap", "probe", "graft", "retrained", "gain [95 %]", "at a fifth", "gate")
-    yield row_of(*["---"] * 9)
+    yield row_of("fine-tune", "KL", "overlap", "graft", "retrained", "gain [95 %]", "at a fifth")
+    yield row_of(*["---"] * 7)
     for one in found["outcomes"]:
         both = [one.get(name) for name in ("retrained", "fifth")]
-        taus = ["-" if cell is None else f"{cell['tau'][0]:.2f}" for cell in both]
+        taus = ["" if cell is None else f"{cell['tau'][0]:.2f}" for cell in both]
         interval = both[0] and both[0]["ci95"][0]
-        gained = "-" if not interval else f"{both[0]['tau'][0] - one['graft'][0]:+.2f} {span(interval)}"
-        gates = ", ".join("-" if cell is None else cell["gate"] for cell in both)
-        figures = (f"{one['kl']:.2f}", f"{one['overlap']:.2f}", one["probe"], f"{one['graft'][0]:.2f}")
-        yield row_of(f"`{one['finetune']}`", *figures, taus[0], gained, taus[1], gates)
+        gained = f"{both[0]['tau'][0] - one['graft'][0]:+.2f} {span(interval)}" if interval else ""
+        figures = (f"{one['kl']:.2f}", f"{one['overlap']:.2f}", f"{one['graft'][0]:.2f}")
+        yield row_of(f"`{one['finetune']}`", *figures, taus[0], gained, taus[1])
 
 
 def of_claims(found: Mapping[str, Any]) -> Iterator[str]:
-    yield row_of("difference in tau", "fine-tunes", "greedy", "temperature 0.7")
+    yield row_of("difference in tau", "of", "greedy", "temperature 0.7")
     yield row_of(*["---"] * 4)
     rows = found["claims"]
     for greedy, sampled in zip(rows[::2], rows[1::2], strict=True):
-        yield row_of(greedy["contrast"], len(greedy["gains"]), *map(claim, (greedy, sampled)))
+        if "mean" in greedy:
+            yield row_of(greedy["contrast"], len(greedy["gains"]), *map(claim, (greedy, sampled)))
 
 
 def claim(row: Mapping[str, Any]) -> str:
-    return "-" if "mean" not in row else f"{row['mean']:+.2f} {span(row['ci95'])}{' *' * row['survives']}"
+    return f"{row['mean']:+.2f} {span(row['ci95'])}{'*' * row['survives']}"
 
 
 def span(interval: tuple[float, float]) -> str:
@@ -61,11 +61,11 @@ def span(interval: tuple[float, float]) -> str:
 
 
 def of_scores(found: Mapping[str, Any]) -> Iterator[str]:
-    yield row_of("score", "text", "right", "correlation")
-    yield row_of(*["---"] * 4)
-    for one in found["selection"]:
-        name = one["score"].removeprefix("held_out_")
-        yield row_of(f"`{name}`", one["text"], f"{one['right']} of {one['pairs']}", f"{one['correlation']:.2f}")
+    yield row_of("score", "own answers", "corpus")
+    yield row_of(*["---"] * 3)
+    for name in dict.fromkeys(one["score"] for one in found["selection"]):
+        right = (f"{one['right']}/{one['pairs']}" for one in found["selection"] if one["score"] == name)
+        yield row_of(f"`{name.removeprefix('held_out_')}`", *right)
 
 
 def draw_pays(found: Mapping[str, Any]) -> plt.Figure:
