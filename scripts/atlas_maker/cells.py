@@ -158,16 +158,15 @@ class Study:
                 f"{place.base}. Move the file away to begin this fine-tune again."
             )
         self.bench = self._open(name, place.tuned(name), place.work / name / "run")
-        # In an order of their own, so that fewer answers are a part of more.
-        for documents in self.bench.texts.values():
-            documents.sort(key=lambda document: stable_share(document.id, 2))
 
     def _open(self, name: str, trunk: Path, run: Path) -> Bench:
         with Progress(console=self.console, disable=True) as progress:
             bench = open_bench(self.place.recipe(name, trunk, run), run, progress)
-        return replace(
-            bench, texts={OWN: bench.texts["self"], CORPUS: bench.texts["corpus"]}, temperatures=TEMPERATURES
+        # In an order of their own, so that fewer answers are a part of more, and texts of the same prompts.
+        own, corpus = (
+            sorted(bench.texts[text], key=lambda document: stable_share(document.id, 2)) for text in ("self", "corpus")
         )
+        return replace(bench, texts={OWN: own, CORPUS: corpus}, temperatures=TEMPERATURES)
 
     def text(self, cell: Cell) -> list[Document]:
         """Return a cell's training text."""

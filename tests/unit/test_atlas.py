@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+import sys
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ablate
 import atlas
+from atlas_maker import cells, finetunes
 from atlas_maker.cells import BY_CELL, NAMES, REFERENCE, Cell
 from atlas_maker.claims import claims, outcomes, read_records, rule, selection
 from atlas_maker.page import page
+from demo_maker.sizes import SIZES
 from runs import Capture
 
 CE = Cell(loss="ce")
@@ -97,6 +101,29 @@ def test_the_page_has_tables_pictures_and_json(tmp_path: Path, capsys: Capture) 
     assert json.loads(last)["cells"] == 6
     assert "| `json` | 0.50 | 0.50 | 1.60 | 2.10 | +0.50 [+0.50, +0.50] | 1.90 |" in printed
     assert {file.name for file in tmp_path.iterdir()} == {"pays.svg", "claims.svg", "scores.svg"}
+
+
+@pytest.mark.slow
+def test_a_fine_tune_is_made_and_its_cells_are_run_and_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"data.regenerate.max_new_tokens": 16, "evaluate.prompts": 12, "evaluate.max_new_tokens": 12}
+    monkeypatch.setattr(cells, "SETTINGS", {**cells.SETTINGS, **few, "train.max_steps": 6, "train.save_steps": 6})
+    monkeypatch.setattr(cells, "BY_CELL", {Cell(answers=20): ["json"], Cell(answers=20, text="control"): ["json"]})
+    monkeypatch.setattr(cells, "probe", lambda place, name: {"verdict": "retrain"})
+    monkeypatch.setattr(finetunes, "batches_by_length", lambda exchanges, rows: iter([exchanges[:2]]))
+    monkeypatch.setitem(SIZES, "atlas", replace(SIZES["small"], base_tokens=4096))
+    work, records = tmp_path / "work", tmp_path / "records"
+    for stage in (["base"], ["cells", "json"]):
+        monkeypatch.setattr(sys, "argv", ["atlas.py", *stage, "--work", str(work), "--records", str(records)])
+        atlas.main()
+    found = json.loads((records / "json.json").read_text())
+    assert [one["documents"] for one in found["cells"].values()] == [20, 20]
+    assert found["moved"]["tokens"] > 0
+    monkeypatch.setattr(ablate, "train_stage", None)
+    monkeypatch.setattr(sys, "argv", ["atlas.py", "cells", "json", "--work", str(work), "--records", str(records)])
+    atlas.main()
+    assert json.loads((records / "json.json").read_text()) == found
 
 
 def test_the_rules_hold_on_the_recorded_cells() -> None:
