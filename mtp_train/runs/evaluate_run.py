@@ -222,7 +222,7 @@ def advised(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell], no
     if baseline == PLAIN and verdict.settings:
         return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
     trunk, donor, adapter = recipe.model.trunk, recipe.model.head_from, recipe.model.adapter
-    if baseline == NATIVE or (baseline == GRAFT and donor == trunk):
+    if adapter is None and (baseline == NATIVE or (baseline == GRAFT and donor == trunk)):
         better = serve_as_it_is(trunk)
     elif baseline != GRAFT or donor is None:
         return verdict

@@ -94,7 +94,7 @@ NOT_PASTED = {
     "{}; reasons: mtp-train check RECIPE --show recipe": _PLACES,
     "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl": _PLACES,
     # Proposal, and why no test runs it; its words are parsed all the same.
-    "pip install zstandard.": _PACKAGE,
+    "compressed by Zstandard: pip install zstandard": _PACKAGE,
     "Run 'pip install bitsandbytes', or use the unquantised weights.": _PACKAGE,
     'Run pip install "mtp-train[deepspeed]".': _PACKAGE,
     "Run pip install 'transformers>={}'.": _PACKAGE,
@@ -396,7 +396,6 @@ CHANGES = {
     "Add {}=chats.jsonl data.group_field=null with a file of your own, or use mtp-train init, which fits a recipe to "
     "the model.": "data.sources.0.path=demo:prompts",
     "For example: train.lr=1.0e-3.": "train.lr",
-    "Write {}: [{}].": "head.lora={} head.lora.targets=q_proj",
     "Name it, or write head.init: native (the trunk has a head) or copy_last_layer (it has none).": (
         f"{OF_ITS_OWN} head.init=graft"
     ),
