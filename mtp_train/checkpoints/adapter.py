@@ -205,6 +205,8 @@ def open_weights(path: Path) -> Checkpoint:
             f"{ADAPTER_FILE}. {_MERGE_WITH_PEFT}"
         )
     stored = Checkpoint(path, config, None, scan_safetensors(file))
+    if not stored.tensors:
+        raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
     require_finite_checkpoint(stored, Progress(disable=True))
     return stored
 

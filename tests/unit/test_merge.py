@@ -283,6 +283,12 @@ def test_full_weights_beside_an_adapter_are_refused_and_what_a_trainer_resumes_f
     assert message in refusal_of(["generate", base, "--adapter", lora, "--prompt", "x"], capfd)
 
 
+def test_an_adapter_without_a_tensor_is_refused(base: Path, lora: Path, out: Path, capfd: Capture) -> None:
+    write_adapter(base, lora)
+    save_file({}, lora / "adapter_model.safetensors")
+    assert f"{lora / 'adapter_model.safetensors'}: holds no tensor" in refusal(base, lora, out, capfd)
+
+
 def test_shards_without_a_change_are_links(tmp_path: Path, lora: Path, out: Path, capfd: Capture) -> None:
     base = shard(with_head(tmp_path), 8)
     write_adapter(base, lora)
