@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/atlas"), help="default: runs/atlas")
     parser.add_argument("--records", type=Path, default=RECORDS)
     options = parser.parse_args()
+    if options.stage == "page":
+        page(read_records(options.records), options.records)
+        return
     place = Place(options.work.resolve(), options.records, gather_texts())
     if options.stage == "base" and not place.base.is_dir():
         place.work.mkdir(parents=True, exist_ok=True)
@@ -48,8 +51,6 @@ def main() -> None:
         for name in options.names or NAMES:
             tune(name, base, place.tuned(name))
             Study(place, name, console).run()
-    if options.stage == "page":
-        page(read_records(options.records), options.records)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,15 @@ def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompts(seeds: Sequence[Sequence[Sequence[int]]], groups: Mapping[str, str]) -> list[list[PromptCounts]]:
-    """Return the counts of each seed's prompts from pairs of rounds and accepted drafts."""
+    """Return the counts of each seed's prompts, whose groups are by their names."""
+    return [prompt_counts(prompts, groups.items()) for prompts in seeds]
+
+
+def prompt_counts(prompts: Sequence[Sequence[int]], named: Iterable[tuple[object, str]]) -> list[PromptCounts]:
+    """Return the counts of prompts from their rounds and accepted drafts, each prompt's name and its group."""
     return [
-        [
-            PromptCounts(name, rounds, 0, (accepted,), 0, group)
-            for (rounds, accepted), (name, group) in zip(prompts, groups.items(), strict=True)
-        ]
-        for prompts in seeds
+        PromptCounts(str(name), rounds, 0, (accepted,), 0, group)
+        for (rounds, accepted), (name, group) in zip(prompts, named, strict=True)
     ]
 
 

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from atlas_maker.finetunes import FRESH, SAME, prompts_of
 from demo_maker.install import prompt_lines, write_lines
 from demo_maker.model import load_trunk_to_train
 from demo_maker.texts import Texts
-from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.gate import decide_gate
 from mtp_train.acceptance.speed import Pair
+from mtp_train.checkpoints.files import read_json
 from mtp_train.data.groups import stable_share
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
@@ -34,6 +33,7 @@ from mtp_train.runs.resolve import lr_choice
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
 from mtp_train.trunk.states import isolated_hidden
+from recorded_ablation import prompt_counts
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
 TEMPERATURES = (0.0, 0.7)
@@ -149,7 +149,7 @@ class Study:
     def __init__(self, place: Place, name: str, console: Console) -> None:
         self.place, self.name, self.console = place, name, console
         self.path = place.records / f"{name}.json"
-        self.record: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.record: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
         weights = sorted(place.base.glob("*.safetensors"))
         base = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
         if self.record.setdefault("base", base) != base:
@@ -214,7 +214,7 @@ class Study:
 
     def _measured(self, directory: Path | None) -> dict[str, Any]:
         """Return a head's counts of every held-out prompt, and its scores on the texts that no head is trained on."""
-        counts = self._graft if directory is None else self.bench.measure(directory)
+        counts = self.bench.measure(directory)
         return {
             "counts": counts,
             "scores": {text: scores(self.bench, directory, self.kept(text)) for text in (OWN, CORPUS)},
@@ -223,19 +223,11 @@ class Study:
 
     def _gate(self, counts: Counts) -> str:
         """Return the gate's outcome against the graft."""
-        groups = self.record["groups"]
-        pairs = {one: Pair(*(prompt_counts(of[one], groups) for of in (counts, self._graft))) for one in counts}
+        both = counts, self.record["graft"]["counts"]
+        pairs = {
+            one: Pair(*(prompt_counts(of[one], enumerate(self.record["groups"])) for of in both)) for one in counts
+        }
         return decide_gate(pairs, "graft").outcome
-
-    @cached_property
-    def _graft(self) -> Counts:
-        return self.bench.measure(None)
-
-
-def prompt_counts(counts: Sequence[Sequence[int]], groups: Sequence[str]) -> list[PromptCounts]:
-    """Return the counts of prompts from the rounds and accepted drafts of each, and its group."""
-    pairs = enumerate(zip(counts, groups, strict=True))
-    return [PromptCounts(str(name), rounds, 0, (taken,), 0, group) for name, ((rounds, taken), group) in pairs]
 
 
 @torch.inference_mode()

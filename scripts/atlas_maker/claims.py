@@ -8,7 +8,6 @@ over all claims.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,12 +27,13 @@ from atlas_maker.cells import (
     REFERENCE,
     TWENTY_FIFTH,
     Cell,
-    prompt_counts,
 )
 from mtp_train.acceptance.intervals import Difference, holm, tau_difference
+from mtp_train.checkpoints.files import read_json
 from mtp_train.runs.resolve import GOOD_OVERLAP
+from mtp_train.train.select import score_of
 from recorded_ablation import over_seeds as spread_of_mean
-from recorded_ablation import p_value
+from recorded_ablation import p_value, prompt_counts
 
 GRAFT = "graft"
 LEVEL = 0.05
@@ -52,13 +52,15 @@ CONTRASTS: dict[str, tuple[Cell, Cell | None]] = {
 }
 """Two cells that differ in one thing, the second None for the graft."""
 SCORES = ("held_out_tau", "held_out_tau_sampled", "held_out_overlap_depth_1", "held_out_agreement_depth_1")
+SELECTED = "mean of both"
+"""The score of ``train.select``."""
 Record = Mapping[str, Any]
 
 
 def read_records(directory: Path) -> dict[str, Record]:
     """Return the records by fine-tune, in the order of the design."""
     paths = {name: directory / f"{name}.json" for name in NAMES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
 def measured(record: Record, cell: Cell | None) -> Record | None:
@@ -73,7 +75,7 @@ def gain(record: Record, first: Cell, second: Cell | None, temperature: str) -> 
     if None in both:
         return None
     known = (found["counts"][temperature] for found in both if found is not None)
-    return tau_difference(*(prompt_counts(counts, record["groups"]) for counts in known))
+    return tau_difference(*(prompt_counts(counts, enumerate(record["groups"])) for counts in known))
 
 
 def claims(records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -106,10 +108,8 @@ def decoded(found: Record) -> float:
 
 
 def score(found: Record, text: str, name: str) -> float:
-    if name == "mean of both":
-        return float(np.mean([found["scores"][text][one] for one in SCORES[:2]]))
-    value: float = found["scores"][text][name]
-    return value
+    figures = found["scores"][text]
+    return float(score_of(figures) if name == SELECTED else figures[name])
 
 
 def selection(records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def selection(records: Mapping[str, Record]) -> list[dict[str, Any]]:
     """
     heads = [[record[GRAFT], *record.get("cells", {}).values()] for record in records.values()]
     found = []
-    for text, name in itertools.product((OWN, CORPUS), (*SCORES, "mean of both")):
+    for text, name in itertools.product((OWN, CORPUS), (*SCORES, SELECTED)):
         right, total, scored, taus = 0, 0, list[float](), list[float]()
         for of_name in heads:
             of_scores = np.array([score(one, text, name) for one in of_name])

@@ -10,9 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from atlas_maker.cells import OWN
-from atlas_maker.claims import GRAFT, LEVEL, Record, decoded, judged, score
-
-SCORE = "mean of both"
+from atlas_maker.claims import GRAFT, LEVEL, SELECTED, Record, decoded, judged, score
 
 
 def page(records: Mapping[str, Record], pictures: Path) -> None:
@@ -80,7 +78,7 @@ def draw_pays(found: Mapping[str, Any]) -> plt.Figure:
         axes.annotate(
             one["finetune"], (one["kl"], one["graft"][0]), xytext=(4, -10), textcoords="offset points", size=7
         )
-    axes.set(xlabel="KL of the fine-tune from its base, nats a token", ylabel="tau, greedy", xscale="symlog")
+    axes.set(xlabel="KL of the fine-tune from its base, nats a token", ylabel="tau, greedy")
     axes.set_xscale("symlog", linthresh=0.1)
     axes.legend(*unique(axes))
     return figure
@@ -107,7 +105,7 @@ def draw_scores(records: Mapping[str, Record]) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, record in records.items():
         heads = [record[GRAFT], *record.get("cells", {}).values()]
-        axes.plot([score(one, OWN, SCORE) for one in heads], [decoded(one) for one in heads], ".", label=name)
+        axes.plot([score(one, OWN, SELECTED) for one in heads], [decoded(one) for one in heads], ".", label=name)
     axes.set(xlabel="teacher-forced tau on text kept from training", ylabel="decoded tau on new prompts")
     axes.legend(fontsize=7, ncols=2)
     return figure
@@ -120,6 +118,8 @@ def unique(axes: plt.Axes) -> tuple[list[Any], list[str]]:
 
 
 def save(figure: plt.Figure, path: Path) -> None:
+    # Else every picture has new ids.
+    plt.rcParams["svg.hashsalt"] = path.name
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
