@@ -18,6 +18,8 @@ from mtp_train.errors import UnsupportedModelError
 
 DEEPEST = 7
 """Largest number of drafts a round, unless a kind has its own."""
+SUGGESTED_DEPTH = 3
+"""Drafts a round of printed commands, where nothing is known of a head's acceptance."""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,9 @@ def test_a_fine_tune_gets_it_back_and_nothing_trains_it(
 ) -> None:
     finetune = saved(tmp_path / "finetune", drafter=False)
     assert document(["inspect", finetune], capfd)["status"] == "declared_but_missing"
-    document(["graft", finetune, "--from", release, "--out", out], capfd)
+    told = document(["graft", finetune, "--from", release, "--out", out], capfd)
+    served = f'{{"method":"dspark","num_speculative_tokens":{BLOCK}}}'
+    assert served in told["serves"]["vllm"]
     grafted = all_tensors(out)
     assert holds(grafted, tensors())
     for command in (
@@ -235,6 +237,15 @@ def test_a_probe_measures_it_on_a_fine_tune(
     assert (found["verdict"], found["trained_tau"]) == ("graft", None)
     assert found["command"].startswith(f"mtp-train graft {finetune}")
     assert found["graft"] == found["base"]
+
+
+def test_it_is_compared_with_prompt_lookup_and_none(release: Path, tmp_path: Path, capfd: Capture) -> None:
+    rows = [{"prompt": f"{chr(97 + number) * 9} {number}", "group": number} for number in range(3)]
+    arms = [f"dspark={release}", f"lookup={release}+ngram"]
+    suite = ["--suite", write_rows(tmp_path / "suite.jsonl", rows), "--depths", BLOCK, "--max-new-tokens", 12]
+    report = document(["compare", *arms, *suite, "--temperatures", 0, "--out", tmp_path / "compared"], capfd)
+    assert {cell["arm"]: cell["depth"] for cell in report["cells"]} == {"none": 0, "dspark": BLOCK, "lookup": BLOCK}
+    assert report["lossless"]["faults"] == []
 
 
 @pytest.mark.parametrize(

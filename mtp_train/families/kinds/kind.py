@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
-from mtp_train.head_kinds import HeadKind, find_head_kind, head_kinds
+from mtp_train.head_kinds import SUGGESTED_DEPTH, HeadKind, find_head_kind, head_kinds
 
 
 class Block(nn.Module):
@@ -130,6 +130,10 @@ class KindParts:
     def most_drafts(self, config: RawConfig) -> int | None:
         """Return the largest number of drafts a round by the config of a draft model; None if it sets no limit."""
         return None
+
+    def suggested_drafts(self, config: RawConfig) -> int:
+        """Return the drafts a round of a head that no run has measured: a whole block, as engines draft one."""
+        return self.most_drafts(config) or SUGGESTED_DEPTH
 
     def details(self, config: RawConfig) -> str:
         """Return what ``inspect`` adds to the title of a draft model, beginning with a comma; empty for nothing."""

@@ -35,6 +35,7 @@ from mtp_train.checkpoints.values import (
 )
 from mtp_train.errors import MtpError, first_of
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
+from mtp_train.head_kinds import SUGGESTED_DEPTH
 from mtp_train.heads.diagnose import (
     DSPARK_BLOCK,
     DSPARK_PREFIX,
@@ -74,7 +75,6 @@ Status = Literal[
     "foreign",
     "untrained",
 ]
-SUGGESTED_DEPTH = 3
 _WITHOUT_HEAD = ("declared_but_missing", "stripped", "none", "partial")
 _KEYS = ("missing_keys", "shape_errors", "dtype_errors")
 
@@ -376,8 +376,8 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
     else:
-        most = checkpoint.family.kind.load_parts().most_drafts(checkpoint.text_config)
-        return engine_commands(checkpoint.engines, path, most or SUGGESTED_DEPTH) | _misread(checkpoint)
+        depth = checkpoint.family.kind.load_parts().suggested_drafts(checkpoint.text_config)
+        return engine_commands(checkpoint.engines, path, depth) | _misread(checkpoint)
     return dict.fromkeys(checkpoint.family.serving, reason)
 
 
@@ -494,7 +494,7 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
     if of_trunk is None:
         serves = dict.fromkeys(parts.engines(""), "depends on the trunk: inspect it again with --base TRUNK")
     else:
-        depth = parts.most_drafts(draft.config) or SUGGESTED_DEPTH
+        depth = parts.suggested_drafts(draft.config)
         serves = engine_commands(draft.family(of_trunk).serving, str(checkpoint.path), depth)
     if draft.borrows_output and draft.format.is_in_gguf:
         serves |= {"llama.cpp": "not verified: the draft has no lm_head of its own"}

@@ -45,13 +45,13 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError, first_of
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.head_kinds import MTP
+from mtp_train.head_kinds import MTP, SUGGESTED_DEPTH
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.initial import require_trained_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
-from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect
+from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
@@ -136,8 +136,9 @@ def graft(
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         sources = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
-        write_untrained_card(out, *sources, None, SUGGESTED_DEPTH)
-        serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
+        depth = donor.family.kind.load_parts().suggested_drafts(donor.text_config)
+        write_untrained_card(out, *sources, None, depth)
+        serves = serves_of(out, trunk.family, depth)
     return WriteResult(
         out=out,
         content=f"the trunk of {fine_tune}, the head of {base}",
@@ -223,7 +224,8 @@ def merge(
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
-        write_untrained_card(out, identity, identity if own_head else None, adapter, SUGGESTED_DEPTH)
+        depth = source.family.kind.load_parts().suggested_drafts(source.text_config)
+        write_untrained_card(out, identity, identity if own_head else None, adapter, depth)
     head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
