@@ -15,14 +15,20 @@ import shutil
 import struct
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import torch
 
+from drafting_server import DraftingServer
 from launching import environment
+from llama_server import llama, serving
+from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
+from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
+from openai_server import openai_server
 from repository import RECIPES, REPOSITORY, shell_commands
 from runs import LEARNS, TINY_RESCUE, overrides_of, write_headless, write_inputs, write_recipe
 from walker import MARK
@@ -35,31 +41,38 @@ ATTACHED = {**LEARNS, "data__holdout": 0.4, "data__group_field": "group", "data_
 ATTACHED["gate__enabled"] = False
 MEASURED = ["--prompts-per-task", "2", "--max-new-tokens", "8", "--temperatures", "0"]
 NAMES = {"my-27b": "finetune", "./my-27b": "finetune", "my-model": "finetune"}
-NAMES |= dict.fromkeys(("BASE", "Qwen/Qwen3.6-27B"), "base")
+NAMES |= {"CKPT": "finetune-mtp"} | dict.fromkeys(("BASE", "Qwen/Qwen3.6-27B"), "base")
 # Of a vocabulary of 259 tokens.
 NAMES["head.draft_vocab=32000"] = "head.draft_vocab=128"
-PAGES = ("README.md", "recipes/rescue.md", "recipes/retrain.md", "recipes/attach.md", "recipes/acceptance.md")
-# Engines, servers, other models, and what has a test of its own: GGUF files, drafts of an engine.
-NOT_HERE = re.compile(r"://|gguf|gemma|drafts\.jsonl|vanilla_vs_distill|\.\.\.|eval/")
+PAGES = ("README.md", *(f"recipes/{name}.md" for name in ("rescue", "retrain", "attach", "gate", "acceptance")))
+# Engines, other models, and what has a test of its own: GGUF files, drafts of an engine, a server of states.
+NOT_HERE = re.compile(r"[a-z]\.endpoint|gguf|gemma|drafts\.jsonl|vanilla_vs_distill|\.\.\.|eval/")
+SERVER = re.compile(r"http://[\w.]+:\d+(?:/v1)?")
 REFUSES = "mtp-train check no-such.yaml"
 
 
-def commands_of(page: str) -> Iterator[list[str]]:
-    """Yield the arguments of a page's commands of ours, with small settings."""
-    for words in shell_commands((REPOSITORY / page).read_text(encoding="utf-8")):
+def server_of(word: str, command: Sequence[str]) -> str:
+    """Return which server a command asks: one whose counts are scripted, or one that decodes."""
+    if word.startswith("stale=") or "my-27b-mtp" in command:
+        return "stale"
+    return "retrained" if {"compare", "--served-only"} & {*command} else "decoding"
+
+
+def commands_of(page: str, servers: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield the arguments of a page's commands of ours, with small settings and our servers."""
+    for number, words in enumerate(shell_commands((REPOSITORY / page).read_text(encoding="utf-8"))):
         if NOT_HERE.search(" ".join(words)) or words[0] not in ("mtp-train", "accelerate"):
             continue
         named = [NAMES.get(word, word) for word in words]
+        named = [SERVER.sub(servers[server_of(word, words)], one) for one, word in zip(named, words, strict=True)]
         ours = named[1:] if words[0] == "mtp-train" else ["run", *named[named.index("mtp_train") + 1 :]]
-        if "CKPT" in ours:
-            ours[ours.index("CKPT")] = "finetune-mtp"
-            yield ["graft", "finetune", "--from", "base", "--out", "finetune-mtp"]
+        ours = [f"out-{number}" if one == "DIR" else one for one in ours]
         settings = BY_RULE if ours[0] == "init" else SMALL
         if "attach" in page:
             settings = overrides_of(**ATTACHED)
         more = {"evaluate": MEASURED, "compare": MEASURED, "run": ["track.wandb=off"]}
         more |= {one: ["--set", *settings] for one in ("rescue", "probe", "init")}
-        yield [*ours, *more.get(ours[0], [])]
+        yield [*ours, *([] if "probe" in ours and "--endpoint" in ours else more.get(ours[0], []))]
 
 
 def chat(asked: str, *, role: str = "role", text: str = "content", user: str = "user", by: str = "assistant") -> Any:
@@ -158,9 +171,26 @@ def too_wide(output: str, columns: int) -> list[str]:
     return [line for line in lines if len(line) > columns and re.search(r"\S {2,}\S|[│─━╭╰]", line)]
 
 
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The addresses of the servers that the pages ask, by :func:`server_of`."""
+    directory = tmp_path / "served"
+    directory.mkdir()
+    write_inputs(directory)
+    arm = open_arm(ArmSpec("graft", str(directory / "finetune"), str(directory / "base")))
+    trunk = load_arm_trunk(arm, torch.device("cpu"))
+    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint))
+    engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
+    decoding = openai_server(engine.reply, owner="vllm", shows=engine.shows)
+    with serving(llama(0)) as stale, serving(llama(2)) as retrained, decoding as both:
+        yield {"stale": stale.url, "retrained": retrained.url, "decoding": both.url}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_walk_of_a_new_user_ends_well_and_fits_the_terminal(tmp_path: Path, columns: int) -> None:
+def test_the_walk_of_a_new_user_ends_well_and_fits_the_terminal(
+    servers: dict[str, str], tmp_path: Path, columns: int
+) -> None:
     commands = [("README.md", ["--help"]), ("README.md", ["recipes"])]
     for page in PAGES:
         place = tmp_path / Path(page).name
@@ -170,7 +200,12 @@ def test_the_walk_of_a_new_user_ends_well_and_fits_the_terminal(tmp_path: Path, 
         else:
             write_inputs(place)
         (place / "recipes").symlink_to(RECIPES)
-        commands += [(place.name, words) for words in commands_of(page)]
+        if "gate" in page:
+            write_recipe(place / "big.yaml", place, place / "runs" / "big", gate__enabled=False, train__max_steps=1)
+            commands.append((place.name, ["run", "big.yaml"]))
+        if "acceptance" in page:
+            commands.append((place.name, ["graft", "finetune", "--from", "base", "--out", "finetune-mtp"]))
+        commands += [(place.name, words) for words in commands_of(page, servers)]
     assert len(commands) >= 16
     forms = tmp_path / "forms"
     forms.mkdir()
