@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,37 @@ def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
     return read_json(path)
 
 
+def finish(
+    bench: Bench, graft: Counts, found: Mapping[str, Sequence[Counts]], path: Path, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compare cells with the first one, print the tables, and write and return the record.
+
+    Args:
+        found: The counts of each seed, by the names of the cells.
+        more: Further fields of the record.
+    """
+    held_out = bench.run.inputs.text.held_out
+    result: dict[str, Any] = {
+        "reference": next(iter(found)),
+        "prompts": len(held_out),
+        "groups": {prompt.id: prompt.group for prompt in held_out},
+        # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
+        "counts": {
+            name: {temperature: [counts[temperature] for counts in seeds] for temperature in graft}
+            for name, seeds in found.items()
+        },
+        "start": {temperature: tau(counts) for temperature, counts in graft.items()},
+        "recipe": bench.run.recipe.model_dump(mode="json"),
+        "environment": environment_facts(),
+        **more,
+    }
+    result["contrasts"] = contrasts(result)
+    print(tables(result, result["contrasts"]))
+    write_json(path, result)
+    print(json.dumps(result))
+    return result
+
+
 def tau(counts: Sequence[Sequence[int]]) -> float:
     """Return the mean tokens of a round from the rounds and accepted drafts of each prompt."""
     rounds, accepted = map(sum, zip(*counts, strict=True))
@@ -183,38 +214,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     fixed = [f"run_dir={out}", "track.wandb=off"]
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *fixed])
     console = Console()
-    found: dict[Cell, list[Counts]] = {cell: [] for cell in cells}
+    found: dict[str, list[Counts]] = {cell.name: [] for cell in cells}
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bench = open_bench(recipe, out, progress)
         graft = stored(out / "start.json", lambda: bench.measure(None))
         for seed, cell in progress.track(list(itertools.product(range(arguments.seeds), cells)), description="cells"):
             directory = out / f"{cell.name}-{seed}"
             bench.train(cell.recipe(recipe, seed), bench.texts[cell.text], directory)
-            found[cell].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
-            done = "  ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
+            found[cell.name].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
+            done = "  ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found[cell.name][-1].items())
             console.print(f"{directory.name}: {done}")
-    result: dict[str, Any] = {
-        "reference": cells[0].name,
-        "seeds": arguments.seeds,
-        "prompts": len(bench.run.inputs.text.held_out),
-        "groups": {prompt.id: prompt.group for prompt in bench.run.inputs.text.held_out},
-        # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
-        "counts": {
-            cell.name: {temperature: [counts[temperature] for counts in seeds] for temperature in graft}
-            for cell, seeds in found.items()
-        },
-        "targets": {
-            name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()
-        },
-        "start": {temperature: tau(counts) for temperature, counts in graft.items()},
-        "recipe": recipe.model_dump(mode="json"),
-        "environment": environment_facts(),
-    }
-    result["contrasts"] = contrasts(result)
-    console.print(tables(result, result["contrasts"]), highlight=False, markup=False)
-    write_json(out / "ablation.json", result)
-    print(json.dumps(result))
-    return result
+    targets = {name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()}
+    return finish(bench, graft, found, out / "ablation.json", {"seeds": arguments.seeds, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import mtp_train as mtp
-from ablate import Bench, open_bench, stored, tau
+from ablate import Bench, Counts, finish, open_bench, stored, tau
 from mtp_inference import HeadDrafting
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.locations import open_location
@@ -38,8 +38,6 @@ from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.run_directory import environment_facts
-from recorded_ablation import contrasts, tables
 
 PROGRAM = Path(__file__).parent / "peers_maker" / "train_speculators.py"
 TRAINED = 0.9
@@ -143,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with Progress(console=console, disable=True) as progress:
         study = Study(recipe, out, options.python.absolute(), progress)
     cells = [Cell(*trainer, rate) for trainer, rate in itertools.product(TRAINERS, options.rates.split(","))]
-    found: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in cells}
+    found: dict[str, list[Counts]] = {cell.name: [] for cell in cells}
     costs: dict[str, list[Any]] = {cell.name: [] for cell in cells}
     graft = stored(study.out / "start.json", lambda: study.bench.measure(None))
     for seed, cell in itertools.product(range(options.seeds), cells):
@@ -152,23 +150,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         costs[cell.name].append(read_json(directory / "cost.json"))
         taus = "  ".join(f"T={one} tau {tau(counts):.3f}" for one, counts in found[cell.name][-1].items())
         console.print(f"{directory.name}: {taus}  {costs[cell.name][-1]['cpu_seconds']} s")
-    result: dict[str, Any] = {
-        "reference": cells[0].name,
-        "seeds": options.seeds,
-        "groups": {prompt.id: prompt.group for prompt in study.bench.run.inputs.text.held_out},
-        "counts": {
-            name: {temperature: [one[temperature] for one in seeds] for temperature in graft}
-            for name, seeds in found.items()
-        },
-        "costs": costs,
-        "start": {temperature: tau(counts) for temperature, counts in graft.items()},
-        "environment": environment_facts(),
-    }
-    result["contrasts"] = contrasts(result)
-    console.print(tables(result, result["contrasts"]), highlight=False, markup=False)
-    write_json(study.out / "peers.json", result)
-    print(json.dumps(result))
-    return result
+    return finish(study.bench, graft, found, out / "peers.json", {"seeds": options.seeds, "costs": costs})
 
 
 if __name__ == "__main__":
