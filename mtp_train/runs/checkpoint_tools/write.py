@@ -136,9 +136,8 @@ def graft(
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         sources = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
-        depth = donor.family.kind.load_parts().suggested_drafts(donor.text_config)
-        write_untrained_card(out, *sources, None, depth)
-        serves = serves_of(out, trunk.family, depth)
+        write_untrained_card(out, *sources, None, _suggested(donor))
+        serves = serves_of(out, trunk.family, _suggested(donor))
     return WriteResult(
         out=out,
         content=f"the trunk of {fine_tune}, the head of {base}",
@@ -177,6 +176,10 @@ def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
         notes=tuple(notes),
         cure=probe_command(fine_tune, base),
     )
+
+
+def _suggested(checkpoint: Checkpoint) -> int:
+    return checkpoint.family.kind.load_parts().suggested_drafts(checkpoint.text_config)
 
 
 def merge(
@@ -224,8 +227,7 @@ def merge(
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
-        depth = source.family.kind.load_parts().suggested_drafts(source.text_config)
-        write_untrained_card(out, identity, identity if own_head else None, adapter, depth)
+        write_untrained_card(out, identity, identity if own_head else None, adapter, _suggested(source))
     head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
