@@ -73,8 +73,7 @@ def at_starts(values_BT: Tensor, starts_BP: Tensor | None) -> Tensor:
     """Return the values of some start rows, (B, P, ...); all of (B, T, ...) for None."""
     if starts_BP is None:
         return values_BT
-    index_BP = starts_BP.reshape(*starts_BP.shape, *[1] * (values_BT.ndim - 2))
-    return values_BT.gather(1, index_BP.expand(*starts_BP.shape, *values_BT.shape[2:]))
+    return values_BT.take_along_dim(starts_BP.reshape(*starts_BP.shape, *[1] * (values_BT.ndim - 2)), dim=1)
 
 
 class UnrollMask(NamedTuple):

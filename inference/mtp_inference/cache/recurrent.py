@@ -325,7 +325,7 @@ class RecurrentLayers(RowState):
 
     def _commit_undecided(self, new_LBNC: Tensor, windows: Sequence[DeltaWindow], num_kept_B: Tensor | None) -> None:
         window, conv_LBWC, state_LBHKV = self._window, self.conv_LBWC, self.state_LBHKV
-        num_layers, num_rows, _, channels = new_LBNC.shape
+        num_layers, num_rows = new_LBNC.shape[:2]
         if conv_LBWC is None or state_LBHKV is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
         if num_kept_B is None:
@@ -337,7 +337,7 @@ class RecurrentLayers(RowState):
         joined = DeltaWindow(torch.cat(keys), torch.cat(corrections), torch.cat(log_decays), state_RHKV)
         joined.commit(num_kept_R, state_RHKV)
         taken_RW = places_from(num_kept_R, conv_LBWC.shape[2])
-        kept_RWC = new_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
+        kept_RWC = new_LBNC.flatten(0, 1).take_along_dim(taken_RW[..., None], dim=1)
         conv_LBWC.copy_(kept_RWC.view_as(conv_LBWC))
 
     def _buffers(self, conv_LBWC: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:

@@ -294,12 +294,11 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
     Returns:
         int64 (B, T, 1), never a token of weight 0, unless all weights are 0.
     """
-    size = weights_BTNS.shape[-1]
     block_BT1, sums_so_far_BTN = _first_over(sums_BTN, threshold_BT1)
     # Sums may fall in a parallel scan, so the sum before the block is not the entry before.
     threshold_BT1 = threshold_BT1 - (sums_so_far_BTN - sums_BTN).gather(-1, block_BT1)
-    inside_BTS = weights_BTNS.gather(-2, block_BT1[..., None].expand(-1, -1, -1, size))[..., 0, :]
-    return _first_over(inside_BTS, threshold_BT1)[0].add(block_BT1, alpha=size)
+    inside_BTS = weights_BTNS.take_along_dim(block_BT1[..., None], dim=-2)[..., 0, :]
+    return _first_over(inside_BTS, threshold_BT1)[0].add(block_BT1, alpha=weights_BTNS.shape[-1])
 
 
 def _first_over(weights_BTN: Tensor, threshold_BT1: Tensor) -> tuple[Tensor, Tensor]:
