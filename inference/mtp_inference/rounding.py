@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from mtp_inference.record import Contenders, FloatArray, TextRecord
-from mtp_inference.sampling.distributions import TOKEN, SamplingRows, draw, probabilities, uniform
+from mtp_inference.sampling.chooser import choose
+from mtp_inference.sampling.distributions import SamplingRows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import HALF_DTYPES
 
@@ -61,12 +62,9 @@ def forward(trunk: Trunk, text: Text, *, in_fp32: bool) -> Forward:
         logits_PV = trunk.logits(hidden_TD[len(record.prompt_ids) - 1 :]).float()
     # The forward has a logit more where the text has ended before.
     logits_PV = logits_PV[: len(tokens)]
-    choices_P = logits_PV.argmax(-1)
-    if record.sampling.temperature > 0.0:
-        rows = SamplingRows.stack([record.sampling], logits_PV.device)
-        position_1P = len(record.prompt_ids) + torch.arange(len(logits_PV), device=logits_PV.device)[None]
-        choices_P = draw(probabilities(logits_PV[None], rows), uniform(rows.seed_B, position_1P, TOKEN))[0]
-    return Forward(Contenders.of(logits_PV), choices_P.cpu().numpy())
+    position_1P = len(record.prompt_ids) + torch.arange(len(logits_PV), device=logits_PV.device)[None]
+    choices_1P, _ = choose(logits_PV[None], SamplingRows.stack([record.sampling], logits_PV.device), position_1P)
+    return Forward(Contenders.of(logits_PV), choices_1P[0].cpu().numpy())
 
 
 def distances(best: Contenders, other: Contenders) -> FloatArray:

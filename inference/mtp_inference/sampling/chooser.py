@@ -143,7 +143,7 @@ class Chooser(RowState):
         """Choose the first tokens after prompts of one length; ``position`` is that length."""
         of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
         position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
-        tokens_R1, p_R1V = _choose(logits_R1V, of_rows, position_R1)
+        tokens_R1, p_R1V = choose(logits_R1V, of_rows, position_R1)
         return Verdict(torch.zeros_like(tokens_R1[:, 0]), tokens_R1, p_R1V)
 
     def verify(
@@ -157,7 +157,7 @@ class Chooser(RowState):
         """
         positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)
         if drafts.q_BKV is None:
-            choices_BT, p_BTV = _choose(logits_BTV, self.rows, positions_BT)
+            choices_BT, p_BTV = choose(logits_BTV, self.rows, positions_BT)
             return verify_matching(drafts.tokens_BK, choices_BT, limit_B)._replace(p_BTV=p_BTV)
         seed_B = self.rows.seed_B
         return verify_rejection(
@@ -209,7 +209,7 @@ class DraftChoice:
         return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 
 
-def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+def choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the trunk's own tokens, and the distribution that they were drawn from unless all rows are greedy."""
     if not rows.any_sampled:
         return logits_BTV.argmax(dim=-1), None
