@@ -91,11 +91,10 @@ class EvaluationGrid:
     @property
     def headline(self) -> Setting:
         """The setting of the report's table of arms: the lowest temperature, prompts as they are, depth 3."""
-        context = None if None in self.contexts else min(one for one in self.contexts if one is not None)
+        context = min(self.contexts, key=lambda one: one or 0)
         settings = self.drafted(min(self.temperatures), context)
-        depths = {one.depth for one in settings}
-        depth = max((one for one in depths if one <= 3), default=min(depths))
-        return next(one for one in reversed(settings) if one.depth == depth)
+        # Without depth 3, the next smaller one, else the smallest.
+        return max(reversed(settings), key=lambda one: one.depth if one.depth <= 3 else -one.depth)
 
 
 def require_grid(grid: EvaluationGrid, deepest: int) -> None:

@@ -312,8 +312,8 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
     if not isinstance(record.content, Chat):
         return int(prompt_ids[0] == tokenizer.bos_token_id)
     messages = record.content.prompt_messages()
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    asked = users[-1] if users else len(messages) - 1
+    users = (index for index, message in enumerate(messages) if message["role"] == "user")
+    asked = max(users, default=len(messages) - 1)
     place = len(prompt_ids)
     for probe in PROBES:
         changed = (*messages[:asked], {**messages[asked], "content": probe}, *messages[asked + 1 :])
