@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 
 from mtp_train.checkpoints.files import Checkpoint
@@ -60,8 +61,7 @@ def device_named(name: str | None) -> Device:
 def _device_type() -> str:
     """Return the type of the device that accelerate will choose, without its state, which joins the processes."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
-    return "cpu" if accelerator is None or wants_cpu else accelerator.type
+    return "cpu" if accelerator is None or parse_flag_from_env("ACCELERATE_USE_CPU") else accelerator.type
 
 
 def device_name(device: torch.device) -> str:
