@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,21 +58,6 @@ def without_cudnn_attention() -> Iterator[None]:
                 backends.enable_cudnn_sdp(_enabled_before)
 
 
-class Extras(NamedTuple):
-    """What ``sdpa`` leaves out, under transformers' names of the arguments; None where a layer has none of it."""
-
-    s_aux: Tensor | None
-    """Shape (H,), the sink of each head."""
-    softcap: float | None
-    """The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2)."""
-    position_bias: Tensor | None
-    """Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance."""
-    indices: Tensor | None
-    """int, shape (B, T, K), the keys that each query may attend to."""
-    block_indices: Any
-    """The blocks of keys that each query may attend to, in the indexer's format."""
-
-
 def masked_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -89,7 +74,7 @@ def masked_attention(
         attention_mask: bool, broadcast to (B, 1, T, S), True where a query attends to a key; None is causal. The mask
             of an unroll is built for some queries at a time. Layers that depend on distances get int64 from a cache of
             ours: the distance, or -1 where a query does not attend.
-        options: The fields of :class:`Extras`, and the arguments of ``sdpa``.
+        options: What :func:`_attend_by_mask` adds, and the arguments of ``sdpa``.
 
     Returns:
         Shape (B, T, H, width), and None for the attention weights.
@@ -100,10 +85,27 @@ def masked_attention(
 
 
 def _attend_by_mask(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    extras = Extras(*(options.pop(name, None) for name in Extras._fields))
-    s_aux, softcap, position_bias, indices, block_indices = extras
+    """Attend by a mask, with what ``sdpa`` leaves out, under transformers' names.
+
+    Args:
+        s_aux: Shape (H,), the sink of each head.
+        softcap: The c of ``c tanh(scores / c)`` (Gemma 2, arXiv:2408.00118, section 2).
+        position_bias: Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance.
+        indices: int, shape (B, T, K), the keys that each query may attend to.
+        block_indices: The blocks of keys that each query may attend to, in the indexer's format.
+    """
     if attention_mask is None:
         if all(one is None for one in (s_aux, softcap, indices, block_indices)):
             return sdpa_attention_forward(module, query, key, value, None, position_bias=position_bias, **options)
@@ -133,7 +135,8 @@ def _attend_by_mask(
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
     if 1 < attention_mask.shape[1] < query.shape[1]:
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
-    if _is_for_blocks(attention_mask, query) and position_bias is None:
+    is_shared = attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    if is_shared and position_bias is None and query.device.type == "cpu" and query.shape[2] > BLOCK_QUERIES:
         return _attend_in_blocks(module, query, key, value, attention_mask, **options), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
@@ -167,12 +170,6 @@ def _attend_in_groups(
     query, key, value = (one.reshape(num_rows * groups, -1, *one.shape[2:]) for one in (query, key, value))
     grouped, _ = sdpa_attention_forward(module, query, key, value, attention_mask.flatten(0, 1)[:, None], **options)
     return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
-
-
-def _is_for_blocks(attention_mask: Tensor, query: Tensor) -> bool:
-    """Return whether a mask that all heads share is for so many queries on a CPU that blocks of them are faster."""
-    is_shared = attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    return is_shared and query.device.type == "cpu" and query.shape[2] > BLOCK_QUERIES
 
 
 def _attend_in_blocks(

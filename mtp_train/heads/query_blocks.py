@@ -100,8 +100,7 @@ def attend_in_blocks(
             # Other devices would have to be waited for.
             first, last = own.keys_of(start, end) if on_cpu else (0, num_tokens if starts_BP is not None else end)
             blocks.append(_Block(rows, start, end, first, last, own))
-    found: Tensor = _Recomputed.apply(query, key, value, sinks, blocks, attend, plain if on_cpu else None)
-    return found
+    return _Recomputed.apply(query, key, value, sinks, blocks, attend, plain if on_cpu else None)
 
 
 class _Recomputed(torch.autograd.Function):
