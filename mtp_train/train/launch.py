@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 
 from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
@@ -85,8 +85,7 @@ class RunAccelerator(Accelerator):
         """Return what a function makes in the main process, or raise its MtpError; every process must call it."""
         with self.failing_together():
             made = make() if self.is_main_process else None
-        found: Item = self.said_by_main(made)
-        return found
+        return self.said_by_main(made)
 
     def said_by_main(self, message: Any = None) -> Any:
         """Return the main process's message; every process must call it, the others without a message."""
@@ -102,12 +101,12 @@ def make_accelerator() -> RunAccelerator:
     Raises:
         TrainingError: accelerate's state differs from the launcher's settings.
     """
-    if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise TrainingError(
             'launcher: asks for DeepSpeed, which is not installed; expected it. Run pip install "mtp-train[deepspeed]".'
         )
     # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
-    on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
     accelerator = RunAccelerator(backend="gloo" if on_cpu else None)
     require_as_asked(accelerator)
     if accelerator.distributed_type is DistributedType.FSDP:
@@ -120,10 +119,6 @@ def make_accelerator() -> RunAccelerator:
         # Otherwise transformers loads every trunk in ZeRO-3 partitions, also for decoding.
         forget_deepspeed()
     return accelerator
-
-
-def _asked_for(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() == "true"
 
 
 def require_as_asked(accelerator: Accelerator) -> None:
@@ -139,7 +134,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
         ("ACCELERATE_USE_FSDP", DistributedType.FSDP),
         ("ACCELERATE_USE_DEEPSPEED", DistributedType.DEEPSPEED),
     ):
-        if _asked_for(variable) and found is not asked:
+        if parse_flag_from_env(variable) and found is not asked:
             raise TrainingError(
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
                 "accelerate shards on GPUs only: on CPUs use cpu_ddp.yaml (mtp-train recipes shows its path)."
