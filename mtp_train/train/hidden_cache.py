@@ -27,13 +27,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES
 from mtp_train.checkpoints.identity import Contents
-from mtp_train.checkpoints.writing import held_tensor, write_safetensors
+from mtp_train.checkpoints.writing import write_safetensors
 from mtp_train.data.pack import PackedSequence, collate, one_row
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.train.plan import GIB
+from mtp_train.train.state import pending
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.states import States, StoredStates
 
@@ -151,8 +151,7 @@ class HiddenCache:
         # Two runs may build the same cache, also on two machines: each writes under a name of its own, then renames.
         partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
         partial.unlink(missing_ok=True)
-        tensors = [held_tensor(name, SAFETENSORS_DTYPES[value.dtype], value) for name, value in states.items()]
-        write_safetensors(partial, tensors)
+        write_safetensors(partial, pending(states))
         partial.replace(path)
 
 

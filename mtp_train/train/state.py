@@ -135,8 +135,8 @@ def save_state(
         # The start of a run that was killed before its next state.
         shutil.rmtree(target)
     with new_directory(target, what="the resume state") as directory:
-        write_safetensors(directory / _WEIGHTS, _pending(weights))
-        write_safetensors(directory / _OPTIMIZER, _pending(moments))
+        write_safetensors(directory / _WEIGHTS, pending(weights))
+        write_safetensors(directory / _OPTIMIZER, pending(moments))
         write_json(directory / _META, {"optimizer": numbers, "best": asdict(best or Best()), "sums": sums})
         files = [_WEIGHTS, _OPTIMIZER, _META]
         if best is not None and best.step != step:
@@ -165,11 +165,10 @@ def load_weights(state_dir: Path, step: int, head: nn.Module) -> None:
 
 def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) -> None:
     """Load a step's moments into an optimiser, after accelerate has prepared it."""
-    path = _step_directory(state_dir, step)
-    values, numbers = load_file(path / _OPTIMIZER), read_json(path / _META)["optimizer"]
+    values = load_file(_step_directory(state_dir, step) / _OPTIMIZER)
     moments: dict[str, Any] = {
         name: {"step": torch.tensor(float(number)), **{field: values[f"{name}.{field}"] for field in FIELDS}}
-        for name, number in numbers.items()
+        for name, number in _meta(state_dir, step)["optimizer"].items()
     }
     inner = _inner(optimizer)
     if isinstance(inner, torch.optim.Optimizer):
@@ -180,11 +179,15 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
 
 
 def load_best(state_dir: Path, step: int) -> Best:
-    return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
+    return Best(**_meta(state_dir, step)["best"])
 
 
 def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
-    return read_json(_step_directory(state_dir, step) / _META)["sums"]
+    return _meta(state_dir, step)["sums"]
+
+
+def _meta(state_dir: Path, step: int) -> dict[str, Any]:
+    return read_json(_step_directory(state_dir, step) / _META)
 
 
 def best_weights(state_dir: Path) -> dict[str, Tensor]:
@@ -217,7 +220,8 @@ def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tenso
     return values, {name: float(entry["step"]) for name, entry in found.items()}
 
 
-def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
+def pending(tensors: Mapping[str, Tensor]) -> list[PendingTensor]:
+    """Return tensors as they are written, each in its own dtype."""
     return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
 
 
