@@ -19,13 +19,12 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference import GenerationResult, Request, SpeculativeDecoder, TextCheck
+from mtp_inference import GenerationResult, SpeculativeDecoder, TextCheck
 from mtp_inference.drafters.drafter import Drafting, TrainedDrafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.lossless import PlainTexts
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
-from mtp_train.answers.generate import noise_seed
 from mtp_train.data.tokenize import Prompt, choose_evenly
 from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
@@ -125,13 +124,6 @@ class TrunkArms:
             records=records,
         )
 
-    def request(self, prompt: Prompt, setting: Setting, max_new_tokens: int) -> Request:
-        return Request(
-            prompt_ids=prompt.prompt_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=setting.sampling(noise_seed(prompt.id, self.seed)),
-        )
-
 
 def measure_trunk(
     arms: TrunkArms,
@@ -173,8 +165,8 @@ def measure_trunk(
 def _arm(
     arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any, plain: MeasuredArm | None = None
 ) -> MeasuredArm:
-    mine, my_times = (of_arm(one, name) for one in (decoded, timed))
-    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense, plain)
+    head = arms.head_names.get(name)
+    return MeasuredArm(name, arms.name, head, of_arm(decoded, name), of_arm(timed, name), dense, plain)
 
 
 def of_arm(records: LaneRecords, name: str) -> dict[Setting, list[PromptRecord]]:
@@ -299,7 +291,7 @@ def _decode(
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
-        for chunk in decoder.stream([arms.request(prompt, lane[1], limit) for prompt in group]):
+        for chunk in decoder.stream([lane[1].request(prompt, limit, arms.seed) for prompt in group]):
             advance(0)
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
@@ -351,7 +343,7 @@ class Stopwatch:
         # A lookup drafts in some rounds only, and rarely in the first ones: it is timed over the whole text.
         is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
         limit = self.arms.max_new_tokens
-        request = self.arms.request(prompt, lane[1], limit if is_lookup else min(SPEED_TOKENS, limit))
+        request = lane[1].request(prompt, limit if is_lookup else min(SPEED_TOKENS, limit), self.arms.seed)
         times, results = [time.perf_counter()], []
         for chunk in self._decoders[lane].stream([request]):
             times.append(time.perf_counter())

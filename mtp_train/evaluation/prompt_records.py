@@ -11,9 +11,11 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from mtp_inference import TextCheck
+from mtp_inference import Request, TextCheck
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.answers.generate import noise_seed
+from mtp_train.data.tokenize import Prompt
 
 Rule = Literal["none", "greedy", "argmax", "sampled", "served"]
 """How drafts are made and verified.
@@ -24,6 +26,12 @@ Rule = Literal["none", "greedy", "argmax", "sampled", "served"]
 - ``sampled``: above temperature 0, drawn from the head's distribution and verified by rejection sampling.
 - ``served``: above temperature 0, by the rule of the server that decodes, which it does not report.
 """
+
+
+class Exact:
+    """Base of records that are read only with exactly their fields."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +70,14 @@ class Setting:
     def sampling(self, seed: int) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed)
 
+    def request(self, prompt: Prompt, max_new_tokens: int, seed: int) -> Request:
+        """Return the request for a prompt, whose noise depends on the seed and the prompt's id."""
+        return Request(
+            prompt_ids=prompt.prompt_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=self.sampling(noise_seed(prompt.id, seed)),
+        )
+
     @property
     def slug(self) -> str:
         context = "own" if self.context_tokens is None else str(self.context_tokens)
@@ -70,7 +86,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptRecord:
+class PromptRecord(Exact):
     """One prompt, decoded by one arm under one setting."""
 
     prompt_id: str
@@ -90,8 +106,6 @@ class PromptRecord:
     """Wall time of the rest."""
     check: TextCheck | None = None
     """Whether the text is the one that the rule and the trunk give. None for timed records and served texts."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def from_drafts(self) -> tuple[bool, ...]:

@@ -13,13 +13,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.speed import Verdict, side
 from mtp_train.errors import DataError
-from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.prompt_records import Exact, Setting
 
 REPORT_FILE = "report.json"
 UNJUDGED = "unjudged"
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmResult:
+class ArmResult(Exact):
     """The figures of one arm; None where a figure has no meaning or was not measured.
 
     Rounds are of all prompts, decoded in batches. Times of a round are of some of them, decoded one at a time.
@@ -84,8 +84,6 @@ class ArmResult:
     measured_here: bool = True
     """False for an arm that was measured elsewhere and is shown for comparison."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     @property
     def pays(self) -> Verdict | None:
         """Where the 95 % interval of the speedup lies: above 1, below it, or neither; None without an interval."""
@@ -122,7 +120,7 @@ def recommended(arms: Iterable[AnyArm]) -> AnyArm | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmComparison(Setting):
+class ArmComparison(Exact, Setting):
     """Two arms at one setting, paired by prompt."""
 
     first: str
@@ -143,8 +141,6 @@ class ArmComparison(Setting):
     """Difference of overlap at depth 1 at equal target entropy, which is positive for a better head and not for easier
     text."""
     delta_overlap_at_equal_entropy_ci95: Interval | None = None
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     def swapped(self) -> ArmComparison:
         overlap = self.delta_overlap_at_equal_entropy
@@ -205,7 +201,7 @@ class SampleText:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Exact):
     """Measurements of a run, an evaluation or a study.
 
     A grid may have thousands of cells. Pages and tables show the headline setting, and one line through it along each
@@ -230,8 +226,6 @@ class Report:
     """Measurements of a served model, if there was one (``mtp_train.evaluation.served``)."""
     samples: tuple[SampleText, ...] = ()
     """Some texts of the retrained head of a run, for the page."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def faults(self) -> tuple[str, ...]:

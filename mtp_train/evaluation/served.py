@@ -12,19 +12,16 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_inference import Request
-from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, response_counts
 from mtp_train.answers.endpoint import Endpoint, Refusal, Response, read_api_key
-from mtp_train.answers.generate import noise_seed
 from mtp_train.answers.served import Judge, fit_of, spread
 from mtp_train.checkpoints.files import is_gguf, read_json
 from mtp_train.checkpoints.identity import hash_file
@@ -32,7 +29,7 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
+from mtp_train.evaluation.grid import EvaluationGrid, greedy, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Cell, load_report
 from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
@@ -123,7 +120,7 @@ class _Asked(NamedTuple):
     def drafts(self) -> SpecCounts | None:
         """The drafts of all prompts, added up; None where those of single prompts are not known."""
         told = [one.told for one in self.records if one.told is not None]
-        return reduce(SpecCounts.__add__, told, SpecCounts()) if len(told) == len(self.records) else None
+        return sum(told, SpecCounts()) if len(told) == len(self.records) else None
 
 
 def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
@@ -242,7 +239,7 @@ def measure_endpoint(
         DataError: The server fails permanently, was restarted, or serves other clients.
     """
     # An uncounted request: the first one of a server may take long.
-    list(endpoint.answers([_request(prompts[0], 0.0, replace(grid, max_new_tokens=WARM_UP_TOKENS))], endpoint.ask))
+    list(endpoint.answers([greedy(0).request(prompts[0], WARM_UP_TOKENS, grid.seed)], endpoint.ask))
     bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(grid.temperatures))
     tick = partial(progress.advance, bar)
     asked = {one: _ask_all(endpoint, prompts, one, grid, tick) for one in grid.temperatures}
@@ -272,14 +269,6 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
     return cell
 
 
-def _request(prompt: Prompt, temperature: float, grid: EvaluationGrid) -> Request:
-    return Request(
-        prompt_ids=prompt.prompt_ids,
-        max_new_tokens=grid.max_new_tokens,
-        sampling=Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed)),
-    )
-
-
 def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:
     # At temperature 0 all verify rules are equal. Above 0, the rule is a setting that the server does not report.
     rule: Rule = "none" if drafts is False else "greedy" if drafts and temperature == 0.0 else "served"
@@ -297,7 +286,8 @@ def _ask_all(
 
     They are read after each prompt where these are sent one at a time, else after the last.
     """
-    requests = [_request(prompt, temperature, grid) for prompt in prompts]
+    setting = replace(greedy(0), temperature=temperature)
+    requests = [setting.request(prompt, grid.max_new_tokens, grid.seed) for prompt in prompts]
     found: dict[int, ServedRecord | Refusal] = {}
     first, started = endpoint.counters(), time.perf_counter()
     counters = first
@@ -310,9 +300,9 @@ def _ask_all(
         found[number] = answer if isinstance(answer, Refusal) else _record(prompts[number], answer, gained)
         tick()
     seconds = time.perf_counter() - started
-    in_order = [(prompt, found[number]) for number, prompt in enumerate(prompts)]
+    in_order = sorted(found.items())
     records = [one for _, one in in_order if isinstance(one, ServedRecord)]
-    failed = [(prompt, one.reason) for prompt, one in in_order if isinstance(one, Refusal)]
+    failed = [(prompts[number], one.reason) for number, one in in_order if isinstance(one, Refusal)]
     if not records:
         raise DataError(
             f"{endpoint.url}: refuses all of {len(prompts)} prompts at temperature "
