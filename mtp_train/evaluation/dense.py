@@ -24,7 +24,7 @@ from torch import Tensor
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import TrainedDrafting
 from mtp_train.answers.store import answer_document
-from mtp_train.data.pack import PackedBatch, collate, pack_documents
+from mtp_train.data.pack import PackedBatch, collate, one_row
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.families import Convention
@@ -147,7 +147,7 @@ def _measured(
 
     One pass of the trunk serves all heads, which read the same of its layers.
     """
-    columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
+    columns = collate([one_row([text], [0], len(text.input_ids))])
     batch = PackedBatch(*(column.to(trunk.lm_head_VD.device) for column in columns))
     trunk.show_to(heads[0])
     hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
