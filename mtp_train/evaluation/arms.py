@@ -15,8 +15,7 @@ from rich.progress import Progress
 
 from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
-from mtp_train.checkpoints.locations import RECIPE_FILE, is_head_directory, is_run, open_location
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.train.machine import use_threads
@@ -142,16 +141,6 @@ def open_arm(spec: ArmSpec) -> OpenModel:
         quantization=spec.quantization,
         where=spec.name,
     )
-
-
-def head_files(model: OpenModel) -> InputFiles | None:
-    """Return the files of the drafter; None if it has no files besides the trunk's."""
-    head = model.head
-    if head is None or head in (OWN, NGRAM):
-        return None
-    if is_head_directory(Path(head)):
-        return directory_files(Path(head))
-    return checkpoint_files(open_location(head))
 
 
 def require_sound(models: Collection[OpenModel], progress: Progress) -> None:

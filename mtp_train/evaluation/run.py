@@ -12,17 +12,16 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import OWN, OpenModel
+from mtp_inference.opening import NGRAM, OWN, OpenModel
 from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.locations import is_head_directory, open_location
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import (
     ArmSpec,
-    head_files,
     load_arm_trunk,
     local_device,
     open_arm,
@@ -197,8 +196,13 @@ def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dic
         inputs[f"{spec.name}: trunk"] = checkpoint_files(model.checkpoint)
         if model.adapter is not None:
             inputs[f"{spec.name}: adapter"] = directory_files(model.adapter)
-        if (of_head := head_files(model)) is not None:
-            inputs[f"{spec.name}: head"] = of_head
+        # Other drafters have no files besides the trunk's.
+        head = model.head
+        if head is not None and head not in (OWN, NGRAM):
+            is_apart = is_head_directory(Path(head))
+            inputs[f"{spec.name}: head"] = (
+                directory_files(Path(head)) if is_apart else checkpoint_files(open_location(head))
+            )
     if servers:
         place = servers[0].checkpoint
         of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
