@@ -303,8 +303,9 @@ class WindowCache(RowState, Cache):
         self.dtype = dtype
         stock = DynamicCache(config=config).layers
         super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])
-        self._attention = [one for one in self.layers if isinstance(one, AttentionStore)]
-        self._kinds_with_mask = {one.kind for one in self._attention if one.needs_mask}
+        self.attention = [one for one in self.layers if isinstance(one, AttentionStore)]
+        """The attention layers among the layers."""
+        self._kinds_with_mask = {one.kind for one in self.attention if one.needs_mask}
         recurrent = [one for one in self.layers if isinstance(one, RecurrentStore)]
         self.recurrent = RecurrentLayers(recurrent, num_rows, dtype)
         """The recurrent layers among the layers."""
@@ -327,7 +328,7 @@ class WindowCache(RowState, Cache):
         reads_padding = any(isinstance(layer, RecurrentStore | ConvolvedStore) for layer in self.layers)
         masks: dict[str, Tensor | None] = {"linear_attention": None} if reads_padding else {}
         self.recurrent.begin(window)
-        for layer in self._attention:
+        for layer in self.attention:
             layer.window = window
             if layer.kind not in masks:
                 masks[layer.kind] = layer.mask(window, layer.kind in self._kinds_with_mask)
@@ -376,11 +377,10 @@ def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Ten
     """Run prompts of one length from position 0; yield the hidden states of each chunk, (R, T, D)."""
     for start in range(0, prompt_RT.shape[1], chunk):
         tokens_RT = prompt_RT[:, start : start + chunk]
-        end = start + tokens_RT.shape[1]
-        positions_RT = torch.arange(start, end, device=prompt_RT.device).expand(len(prompt_RT), -1)
-        masks = cache.begin(Window(rows, positions_RT, end, start))
+        window = Window.of_prompts(rows, start + tokens_RT.shape[1], prompt_RT.device, start)
+        masks = cache.begin(window)
         with attending_in_windows(model.config):
-            hidden_RTD = model.window_hidden(tokens_RT, positions_BT=positions_RT, masks=masks, cache=cache)
+            hidden_RTD = model.window_hidden(tokens_RT, positions_BT=window.positions_BT, masks=masks, cache=cache)
         cache.commit(None)
         yield hidden_RTD
 

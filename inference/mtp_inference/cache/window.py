@@ -46,6 +46,12 @@ class Window:
     keys_only: bool = False
     _slots: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
+    @classmethod
+    def of_prompts(cls, rows: slice, end: int, device: torch.device, start: int = 0) -> Window:
+        """Return the window of the tokens from ``start`` to ``end`` of prompts, one in each of the rows."""
+        positions_T = torch.arange(start, end, device=device)
+        return cls(rows, positions_T.expand(rows.stop - rows.start, -1), end, start)
+
     @cached_property
     def row_index_B1(self) -> Tensor:
         """Index of each window row in the buffers."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mtp_inference.cache.model_cache import AttentionStore, WindowCache
+from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan, StateDrafter, TrainedDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
@@ -48,7 +48,7 @@ class AssistantDrafter(StateDrafter):
     def __init__(self, trunk: Trunk, cache: WindowCache, head: AssistantHead, num_rows: int) -> None:
         self.trunk = trunk
         # Not the cache as an attribute: the batch itself drops its rows.
-        self.trunk_layers = cache.layers
+        self.trunk_layers = cache.attention
         self.head = head
         self.state_B1D = head.own_lm_heads(1)[0].new_zeros(num_rows, 1, head.trunk_width)
 
@@ -60,7 +60,7 @@ class AssistantDrafter(StateDrafter):
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         window = Window(slice(0, len(seen_B1)), seen_B1, plan.used)
         # The last layer of each type wins.
-        last = {layer.kind: layer for layer in self.trunk_layers if isinstance(layer, AttentionStore)}
+        last = {layer.kind: layer for layer in self.trunk_layers}
         keys, masks, used = {}, {}, slice(plan.used)
         for kind, layer in last.items():
             keys[kind] = layer.keys[:, :, used], layer.values[:, :, used]

@@ -15,7 +15,7 @@ from typing import NoReturn
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtp_inference.cache.model_cache import AttentionStore, WindowCache
+from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.rows import places_from
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan, TrainedDrafting
@@ -55,7 +55,7 @@ class BlockDrafter(TextDrafter):
         tokens_BT = pad(choice.last_B1, (0, head.block_size - 1), value=head.mask_token)
         window = self._window(places_from(choice.length_B, head.block_size), plan)
         self.cache.begin(window)
-        stores = {layer.kind: layer for layer in self.cache.layers if isinstance(layer, AttentionStore)}
+        stores = {layer.kind: layer for layer in self.cache.attention}
         masks = {
             kind: head.mask(kind, *window.places(store.size, store.sliding_window, each_row=True))
             for kind, store in stores.items()

@@ -157,8 +157,7 @@ class _CachedDrafter(_HeadDrafter):
         return torch.cat(recycled, dim=1)
 
     def _store(self, depth: int) -> AttentionStore:
-        stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
-        return stores[self.head.module_index(depth)]
+        return self.cache.attention[self.head.module_index(depth)]
 
 
 class TextDrafter(_CachedDrafter):
@@ -171,8 +170,8 @@ class TextDrafter(_CachedDrafter):
         """All rows of the prompt but the last only write keys and values."""
         settled = prompt_RT.shape[1] - 1
         hidden_RTD = self.read(hidden_RTD)
-        slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
-        self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled, 0))
+        window = Window.of_prompts(rows, settled, prompt_RT.device)
+        self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], window)
         self.pending.begin(rows, first_R, settled, hidden_RTD[:, -1])
 
     def _write_pending(self, first: int, plan: RoundPlan) -> None:
@@ -267,9 +266,8 @@ class ChainedDrafter(_CachedDrafter):
             settled = num_tokens - depth
             if depth > 1:
                 self.carried_KB1D[depth - 1, rows] = inputs_RTD[:, settled:]
-            slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
             tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
-            window = Window(rows, slots_RT, settled, 0)
+            window = Window.of_prompts(rows, settled, prompt_RT.device)
             inputs_RTD = self._run_text(depth, inputs_RTD, tokens_RT, window, recycles=depth < self.size.depth)
         self.pending.begin(rows, first_R, num_tokens - 1, hidden_RTD[:, -1])
 
