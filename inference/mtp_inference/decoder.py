@@ -252,7 +252,7 @@ class SpeculativeDecoder:
             >>> "".join(pieces) == decoder.generate("import ", max_new_tokens=12)[0].text
             True
         """
-        requests = []
+        lanes = []
         for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
             if not isinstance(prompt, Request):
                 prompt = Request(
@@ -261,8 +261,7 @@ class SpeculativeDecoder:
                     sampling=replace(sampling, seed=sampling.seed + number),
                     mtp=mtp,
                 )
-            requests.append(prompt)
-        lanes = [self._lane(index, request) for index, request in enumerate(requests)]
+            lanes.append(self._lane(number, prompt))
         return self._session(lanes).run() if lanes else iter(())
 
     @property
@@ -288,10 +287,10 @@ class SpeculativeDecoder:
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
         size = self._batch_size(lanes)
         # A session drops rows at its end.
-        kept = self._rounds is not None and self._rounds.batch.cache.num_rows == size.num_rows
-        if self._rounds is None or not kept or not self._rounds.batch.size.covers(size):
+        rounds = self._rounds
+        if rounds is None or rounds.batch.cache.num_rows != size.num_rows or not rounds.batch.size.covers(size):
             self._captured_before = self.captured_rounds
-            self._rounds = None  # Free its buffers before allocating new ones.
+            rounds = self._rounds = None  # Free its buffers before allocating new ones.
             batch = Batch(
                 self.trunk,
                 self.drafting,
@@ -301,9 +300,9 @@ class SpeculativeDecoder:
                 self._cpu_layers,
                 records=self.records,
             )
-            self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
-        self._rounds.batch.reset()
-        return Session(self._rounds, lanes, self.costs, max_in_flight=1 if self._on_gpu else 0)
+            rounds = self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
+        rounds.batch.reset()
+        return Session(rounds, lanes, self.costs, max_in_flight=1 if self._on_gpu else 0)
 
     def _batch_size(self, lanes: Sequence[Lane]) -> BatchSize:
         depth = max(lane.depth for lane in lanes)
