@@ -25,7 +25,15 @@ from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
 from mtp_train.families.kinds.kind import Block, described_by
-from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.diagnose import (
+    HeadDiagnosis,
+    compare_shapes,
+    diagnose_head,
+    empty_head,
+    layout_of,
+    stored_dtype,
+    text_config_of,
+)
 from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead, OutputRows, chaining_of
 
@@ -132,14 +140,11 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
 
 
 def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]) -> None:
-    for key in sorted(needed.keys() | stored.keys()):
-        found = list(stored[key]) if key in stored else "absent"
-        expected = list(needed[key]) if key in needed else "absent"
-        if found != expected:
-            raise CheckpointError(
-                f"head: {key} is {found}, for this trunk it is {expected}; expected a head of the trunk's shape. Use "
-                "the head that was trained on it."
-            )
+    found = HeadDiagnosis(1, 1, tuple(stored), *compare_shapes(stored, needed))
+    if not found.complete:
+        raise CheckpointError(
+            f"{found.describe()}; expected a head of this trunk's shape. Use the head that was trained on it."
+        )
 
 
 def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
