@@ -301,8 +301,8 @@ class Family:
     """The name that tables and messages print."""
     kind: HeadKind = MTP
     """The kind of the head. ``kinds/`` derives the records of other kinds from a trunk's own record."""
-    model_types: tuple[str, ...]
-    """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
+    config_types: tuple[str, ...] = ()
+    """``model_types``, where they are not the name alone."""
     attached: bool = False
     """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
@@ -315,6 +315,11 @@ class Family:
     trunk: TrunkTraits = TrunkTraits()
     engines: Mapping[str, EngineSupport] = field(default_factory=dict)
     """Engine to its support for the head, where it is not the default in ``engines.py``."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
+        return self.config_types or (self.name,)
 
     @property
     def classes(self) -> HeadLayer:

@@ -36,7 +36,7 @@ def _key_shapes(text_config: PretrainedConfig) -> dict[str, tuple[int, int]]:
 GEMMA4 = Family(
     name="gemma4",
     title="Gemma 4",
-    model_types=("gemma4_text", "gemma4_unified_text"),
+    config_types=("gemma4_text", "gemma4_unified_text"),
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=WRAPPED, head_prefixes=(), rules=()),
     layer=None,

@@ -70,6 +70,7 @@ _LAST = {
 DEEPSEEK_V4_DSPARK = replace(
     DEEPSEEK_V4,
     name="deepseek_v4_dspark",
+    config_types=DEEPSEEK_V4.model_types,
     title="DeepSeek V4 with DSpark",
     kind=DSPARK_INSIDE,
     declaration=replace(DEEPSEEK_V4.declaration, others=FIELDS),

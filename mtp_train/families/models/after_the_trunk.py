@@ -40,7 +40,6 @@ _SINCE_5_23 = TrunkTraits(needs_transformers="5.23")
 HY_V3 = Family(
     name="hy_v3",
     title="Hunyuan 3",
-    model_types=("hy_v3",),
     keys=layouts.after_the_trunk(
         {
             **layouts.experts(),
@@ -65,7 +64,6 @@ _HY_V4_LAYER = HeadLayer(
 HY_V4 = Family(
     name="hy_v4",
     title="Hunyuan 4",
-    model_types=("hy_v4",),
     declaration=Declaration(others=("mtp_quant_algo",)),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
@@ -92,7 +90,7 @@ HY_V4_VL = replace(
     HY_V4,
     name="hy_v4_vl",
     title="Hunyuan 4 VL",
-    model_types=("hy_v4_vl_text", "hy_v4_vl"),
+    config_types=("hy_v4_vl_text", "hy_v4_vl"),
     layer=replace(_HY_V4_LAYER, model="hy_v4_vl", prefix="HYV4VL", rotary_axes=3),
     trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.24"),
     engines=dict.fromkeys(("vllm", "sglang", "llama.cpp"), engines.UNVERIFIED),
@@ -101,7 +99,6 @@ HY_V4_VL = replace(
 BAILING_HYBRID = Family(
     name="bailing_hybrid",
     title="Ling 3 (Bailing hybrid)",
-    model_types=("bailing_hybrid",),
     keys=layouts.after_the_trunk(
         {
             **layouts.experts(),
@@ -138,7 +135,7 @@ def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
 STEP3P7 = Family(
     name="step3p7",
     title="Step-3.5 / 3.7",
-    model_types=("step3p5",),
+    config_types=("step3p5",),
     keys=layouts.after_the_trunk(
         {
             "transformer.shared_head.output.weight": "lm_head.weight",
@@ -169,7 +166,7 @@ DOTS3_NOTE = Family(
     name="dots3_note",
     title="dots3-note",
     # In releases the text model's fields are at the top level of the config, beside the other parts.
-    model_types=("dots3_note_text", "dots3_note"),
+    config_types=("dots3_note_text", "dots3_note"),
     declaration=Declaration(
         # Engines assume 1 if the config lacks the field.
         implied=1,
@@ -199,7 +196,6 @@ DOTS3_NOTE = Family(
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     title="DeepSeek V3 / R1",
-    model_types=("deepseek_v3",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_WIRING,
     layer=HeadLayer("deepseek_v3", "DeepseekV3", config=layouts.sparse_from_the_first),
@@ -210,7 +206,6 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V32 = Family(
     name="deepseek_v32",
     title="DeepSeek V3.2",
-    model_types=("deepseek_v32",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
     wiring=_WIRING,
@@ -268,7 +263,6 @@ _RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as rel
 DEEPSEEK_V4 = Family(
     name="deepseek_v4",
     title="DeepSeek V4",
-    model_types=("deepseek_v4",),
     keys=Keys(
         # Releases have no prefix. transformers' save_pretrained adds one, and does not restore all release names.
         trunk_prefixes=("model.", ""),
@@ -327,7 +321,6 @@ _GLM_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": _GLM_IN_VLLM})
 GLM4_MOE = Family(
     name="glm4_moe",
     title="GLM-4.5 / 4.6 / 4.7",
-    model_types=("glm4_moe",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_GLM_WIRING,
     layer=HeadLayer("glm4_moe", "Glm4Moe", config=layouts.sparse_from_the_first),
@@ -337,7 +330,6 @@ GLM4_MOE = Family(
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
     title="GLM-4.7-Flash",
-    model_types=("glm4_moe_lite",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_GLM_WIRING,
     layer=HeadLayer("glm4_moe_lite", "Glm4MoeLite", config=layouts.sparse),
@@ -348,7 +340,6 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     name="glm_moe_dsa",
     title="GLM-5",
-    model_types=("glm_moe_dsa",),
     layer=HeadLayer("glm_moe_dsa", "GlmMoeDsa", config=layouts.sparse_indexed, frozen=INDEXER),
 )
 
@@ -357,7 +348,7 @@ _POOLS = partial(choose_pools, kind=GatedPools)
 GLM5_NEXT = Family(
     name="glm5_next",
     title="GLM-5.3-Flash (GLM-5-Next)",
-    model_types=("glm5_next_text",),
+    config_types=("glm5_next_text",),
     keys=replace(
         EXPERTS_AFTER_THE_TRUNK,
         trunk_prefixes=WRAPPED,
@@ -388,7 +379,7 @@ GLM5_NEXT = Family(
 GLM_OCR = Family(
     name="glm_ocr",
     title="GLM-OCR",
-    model_types=("glm_ocr_text",),
+    config_types=("glm_ocr_text",),
     keys=layouts.after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
     wiring=Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention()}),
     layer=HeadLayer(

@@ -80,39 +80,10 @@ def attached(
     """
     stored = {"declaration": _DECLARATION, "keys": layouts.beside_the_trunk(), "engines": _TRANSFORMERS_ONLY}
     layer = HeadLayer(model or model_type, prefix, config=config)
-    return Family(
-        name=model_type, title=title, model_types=(model_type,), attached=True, **{**stored, "layer": layer, **parts}
-    )
+    return Family(name=model_type, title=title, attached=True, **{**stored, "layer": layer, **parts})
 
 
-# vLLM and SGLang load the head because of the architecture's name. The model type stays, so that transformers still
-# loads the trunk. vLLM reads the state before the trunk's final norm, SGLang the state after it.
-QWEN2 = attached(
-    "qwen2",
-    "Qwen2 / Qwen2.5",
-    "Qwen2",
-    declaration=replace(MIMO.declaration, beside={"architectures": ["MiMoForCausalLM"]}, others=("architectures",)),
-    keys=MIMO.keys,
-    wiring=replace(MIMO.wiring, default=MIMO.wiring.conventions["vllm"]),
-    layer=MIMO.layer,
-    engines={
-        "llama.cpp": no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json")
-    },
-)
 LLAMA = attached("llama", "Llama 2 / 3", "Llama")
-MISTRAL = attached("mistral", "Mistral", "Mistral")
-QWEN3 = attached("qwen3", "Qwen3 dense", "Qwen3")
-QWEN3_MOE = attached(
-    "qwen3_moe",
-    "Qwen3 MoE",
-    "Qwen3Moe",
-    config=layouts.layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
-    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
-    wiring=Wiring(conventions={"sglang": Convention()}),
-    engines={"transformers": _USE_MTP_TOLD, "vllm": _NO_VLLM, "llama.cpp": _NO_LLAMA_CPP},
-)
-OLMO2 = attached("olmo2", "OLMo 2", "Olmo2")
-GEMMA3 = attached("gemma3_text", "Gemma 3 (text)", "Gemma3", model="gemma3")
 
 
 def _keep_score_bounds(decoder: Any) -> None:
@@ -121,106 +92,12 @@ def _keep_score_bounds(decoder: Any) -> None:
         set_attention(decoder.config, "eager")
 
 
-GEMMA2 = attached(
-    "gemma2",
-    "Gemma 2",
-    "Gemma2",
-    trunk=TrunkTraits(prepare=_keep_score_bounds),
-    engines=_UNSCALED,
-)
-
-
-PHI3 = attached(
-    "phi3",
-    "Phi-3 / Phi-4",
-    "Phi3",
-    config=lambda config, num_modules: short_factors(_full_attention(config, num_modules)),
-    trunk=TrunkTraits(prepare=keep_short_factors),
-)
-GPT_OSS = attached("gpt_oss", "gpt-oss", "GptOss")
-OLMO3 = attached("olmo3", "OLMo 3", "Olmo3")
-# The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
-GRANITE = attached(
-    "granite",
-    "Granite 3",
-    "Granite",
-    trunk=TrunkTraits(logit_divisor=lambda config: config["logits_scaling"]),
-    engines=_UNSCALED,
-)
-SMOLLM3 = attached(
-    "smollm3",
-    "SmolLM3",
-    "SmolLM3",
-    # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
-    config=lambda config, num_modules: layouts.full(
-        layouts.with_layers(config, num_modules, no_rope_layers=[1] * num_modules), num_modules
-    ),
-    trunk=TrunkTraits(layer_kinds="no_rope_layers"),
-)
-
-
 _MIXTRAL_LAYER = {
     **layouts.experts("block_sparse_moe.experts", ("w1", "w3", "w2")),
     "block_sparse_moe.{rest}": "layer.mlp.{rest}",
 }
-MIXTRAL = attached(
-    "mixtral",
-    "Mixtral",
-    "Mixtral",
-    keys=layouts.beside_the_trunk(_MIXTRAL_LAYER, trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _MIXTRAL_LAYER)),
-)
-# The configs of releases count modules (num_mtp_modules); no release has their tensors.
-MINIMAX_M2 = attached(
-    "minimax_m2",
-    "MiniMax-M2",
-    "MiniMaxM2",
-    keys=MIXTRAL.keys,
-    # Releases have rotary_dim, half of the head size. transformers 5.17 ignores it and rotates every channel.
-    trunk=TrunkTraits(needs_transformers="5.18"),
-)
-QWEN2_MOE = attached(
-    "qwen2_moe",
-    "Qwen2 MoE",
-    "Qwen2Moe",
-    config=layouts.every_layer_sparse,
-    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
-)
-# Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position later
-# than this package: one row in each step has another scale.
-MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", "Ministral3")
-GLM4 = attached("glm4", "GLM-4 dense", "Glm4")
-SEED_OSS = attached(
-    "seed_oss",
-    "Seed-OSS",
-    "SeedOss",
-    config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
-    engines=transformers_only(
-        remarked(_USE_MTP_TOLD, ", with the config's dropout: set attention_dropout and residual_dropout to 0 first")
-    ),
-)
-EXAONE4 = attached("exaone4", "EXAONE 4", "Exaone4")
-# Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
-HUNYUAN_DENSE = attached(
-    "hunyuan_v1_dense",
-    "Hunyuan dense",
-    "HunYuanDenseV1",
-    wiring=Wiring(default=Convention(position_offset=1)),
-)
+_MIXTRAL_KEYS = layouts.beside_the_trunk(_MIXTRAL_LAYER, trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _MIXTRAL_LAYER))
 _SCALED_LOGITS = TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"])
-COHERE = attached(
-    "cohere",
-    "Command R",
-    "Cohere",
-    trunk=_SCALED_LOGITS,
-    engines=_OURS_ONLY,
-)
-COHERE2 = attached(
-    "cohere2",
-    "Command R7B / A",
-    "Cohere2",
-    trunk=_SCALED_LOGITS,
-    engines=_OURS_ONLY,
-)
 
 
 def _always_rotate(layer: Any) -> None:
@@ -229,24 +106,138 @@ def _always_rotate(layer: Any) -> None:
     layer.self_attn.force_rope = True
 
 
-COHERE2_MOE = attached(
-    "cohere2_moe",
-    "Command A+ / North",
-    "Cohere2Moe",
-    declaration=Declaration(),
-    keys=EXPERTS_AFTER_THE_TRUNK,
-    wiring=Wiring(conventions={"llama.cpp": Convention()}),
-    layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, prepare=_always_rotate),
-    trunk=_SCALED_LOGITS,
-    engines={
-        "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
-        "sglang": no("has no head for this model; it loads the trunk and leaves the head's layer out"),
-    },
-)
-
 ATTACHED: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, MINISTRAL3, MIXTRAL, MINIMAX_M2, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
-    *(GEMMA2, GEMMA3, PHI3, GPT_OSS, OLMO2, OLMO3, GRANITE, SMOLLM3, GLM4, SEED_OSS, EXAONE4, HUNYUAN_DENSE),
-    *(COHERE, COHERE2, COHERE2_MOE),
+    LLAMA,
+    attached("mistral", "Mistral", "Mistral"),
+    # Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position
+    # later than this package: one row in each step has another scale.
+    attached("ministral3", "Ministral 3 (text)", "Ministral3"),
+    attached("mixtral", "Mixtral", "Mixtral", keys=_MIXTRAL_KEYS),
+    # The configs of releases count modules (num_mtp_modules); no release has their tensors.
+    attached(
+        "minimax_m2",
+        "MiniMax-M2",
+        "MiniMaxM2",
+        keys=_MIXTRAL_KEYS,
+        # Releases have rotary_dim, half of the head size. transformers 5.17 ignores it and rotates every channel.
+        trunk=TrunkTraits(needs_transformers="5.18"),
+    ),
+    # vLLM and SGLang load the head because of the architecture's name. The model type stays, so that transformers still
+    # loads the trunk. vLLM reads the state before the trunk's final norm, SGLang the state after it.
+    attached(
+        "qwen2",
+        "Qwen2 / Qwen2.5",
+        "Qwen2",
+        declaration=replace(MIMO.declaration, beside={"architectures": ["MiMoForCausalLM"]}, others=("architectures",)),
+        keys=MIMO.keys,
+        wiring=replace(MIMO.wiring, default=MIMO.wiring.conventions["vllm"]),
+        layer=MIMO.layer,
+        engines={
+            "llama.cpp": no(
+                "has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"
+            )
+        },
+    ),
+    attached(
+        "qwen2_moe",
+        "Qwen2 MoE",
+        "Qwen2Moe",
+        config=layouts.every_layer_sparse,
+        keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
+    ),
+    attached("qwen3", "Qwen3 dense", "Qwen3"),
+    attached(
+        "qwen3_moe",
+        "Qwen3 MoE",
+        "Qwen3Moe",
+        config=layouts.layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
+        keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
+        wiring=Wiring(conventions={"sglang": Convention()}),
+        engines={"transformers": _USE_MTP_TOLD, "vllm": _NO_VLLM, "llama.cpp": _NO_LLAMA_CPP},
+    ),
+    attached(
+        "gemma2",
+        "Gemma 2",
+        "Gemma2",
+        trunk=TrunkTraits(prepare=_keep_score_bounds),
+        engines=_UNSCALED,
+    ),
+    attached("gemma3_text", "Gemma 3 (text)", "Gemma3", model="gemma3"),
+    attached(
+        "phi3",
+        "Phi-3 / Phi-4",
+        "Phi3",
+        config=lambda config, num_modules: short_factors(_full_attention(config, num_modules)),
+        trunk=TrunkTraits(prepare=keep_short_factors),
+    ),
+    attached("gpt_oss", "gpt-oss", "GptOss"),
+    attached("olmo2", "OLMo 2", "Olmo2"),
+    attached("olmo3", "OLMo 3", "Olmo3"),
+    # The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
+    attached(
+        "granite",
+        "Granite 3",
+        "Granite",
+        trunk=TrunkTraits(logit_divisor=lambda config: config["logits_scaling"]),
+        engines=_UNSCALED,
+    ),
+    attached(
+        "smollm3",
+        "SmolLM3",
+        "SmolLM3",
+        # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
+        config=lambda config, num_modules: layouts.full(
+            layouts.with_layers(config, num_modules, no_rope_layers=[1] * num_modules), num_modules
+        ),
+        trunk=TrunkTraits(layer_kinds="no_rope_layers"),
+    ),
+    attached("glm4", "GLM-4 dense", "Glm4"),
+    attached(
+        "seed_oss",
+        "Seed-OSS",
+        "SeedOss",
+        config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
+        engines=transformers_only(
+            remarked(
+                _USE_MTP_TOLD, ", with the config's dropout: set attention_dropout and residual_dropout to 0 first"
+            )
+        ),
+    ),
+    attached("exaone4", "EXAONE 4", "Exaone4"),
+    # Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
+    attached(
+        "hunyuan_v1_dense",
+        "Hunyuan dense",
+        "HunYuanDenseV1",
+        wiring=Wiring(default=Convention(position_offset=1)),
+    ),
+    attached(
+        "cohere",
+        "Command R",
+        "Cohere",
+        trunk=_SCALED_LOGITS,
+        engines=_OURS_ONLY,
+    ),
+    attached(
+        "cohere2",
+        "Command R7B / A",
+        "Cohere2",
+        trunk=_SCALED_LOGITS,
+        engines=_OURS_ONLY,
+    ),
+    attached(
+        "cohere2_moe",
+        "Command A+ / North",
+        "Cohere2Moe",
+        declaration=Declaration(),
+        keys=EXPERTS_AFTER_THE_TRUNK,
+        wiring=Wiring(conventions={"llama.cpp": Convention()}),
+        layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, prepare=_always_rotate),
+        trunk=_SCALED_LOGITS,
+        engines={
+            "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
+            "sglang": no("has no head for this model; it loads the trunk and leaves the head's layer out"),
+        },
+    ),
 )
 """In the order in which tables list them."""

@@ -54,7 +54,7 @@ _DELTA_KERNELS = RecurrentKernels(
 QWEN3_5 = Family(
     name="qwen3_5",
     title="Qwen3.5 / 3.6 / 3.8 dense",
-    model_types=("qwen3_5_text",),
+    config_types=("qwen3_5_text",),
     declaration=_QWEN_DECLARATION,
     keys=layouts.beside_the_trunk(trunk_prefixes=WRAPPED),
     # All three engines: the head reads the state after the trunk's final norm and recycles the state after its own.
@@ -68,7 +68,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
     title="Qwen3.5 / 3.6 / 3.8 MoE",
-    model_types=("qwen3_5_moe_text",),
+    config_types=("qwen3_5_moe_text",),
     keys=replace(layouts.EXPERTS_BESIDE_THE_TRUNK, trunk_prefixes=WRAPPED),
     layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
 )
@@ -77,7 +77,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     name="qwen3_next",
     title="Qwen3-Next",
-    model_types=("qwen3_next",),
+    config_types=("qwen3_next",),
     declaration=Declaration(
         # Releases lack the field. SGLang and llama.cpp assume 1; vLLM takes the depth from its command line.
         implied=1,
@@ -111,7 +111,7 @@ _QWEN4_ENDS = {
 QWEN4_EXP = Family(
     name="qwen4_exp",
     title="Qwen4-Exp (Qwen3.8 Flash-Next)",
-    model_types=("qwen4_exp_text",),
+    config_types=("qwen4_exp_text",),
     declaration=_QWEN_DECLARATION,
     keys=Keys(
         trunk_prefixes=WRAPPED,
@@ -165,7 +165,6 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
 EXAONE_MOE = Family(
     name="exaone_moe",
     title="K-EXAONE",
-    model_types=("exaone_moe",),
     declaration=Declaration(others=("mtp_layer_types", "mtp_sliding_windows")),
     keys=layouts.beside_the_trunk(),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
@@ -176,7 +175,6 @@ EXAONE_MOE = Family(
 EXAONE4_5 = Family(
     name="exaone4_5",
     title="EXAONE 4.5",
-    model_types=("exaone4_5",),
     declaration=Declaration(
         # Releases have the count in the text config. vLLM reads it from the whole config, which lacks it, and takes 1.
         implied=1,
@@ -212,7 +210,6 @@ def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
 MELLUM = Family(
     name="mellum",
     title="Mellum 2",
-    model_types=("mellum",),
     declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
     keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
     # vLLM runs transformers' own head.
@@ -229,7 +226,6 @@ MELLUM = Family(
 ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     title="ERNIE-4.5 MoE",
-    model_types=("ernie4_5_moe",),
     keys=Keys(
         head_prefixes=("model.mtp_",),
         rules=layouts.key_rules(
@@ -288,7 +284,6 @@ def _last_expert(keys: Collection[str], part: str) -> int | None:
 LONGCAT_FLASH = Family(
     name="longcat_flash",
     title="LongCat-Flash",
-    model_types=("longcat_flash",),
     declaration=Declaration(implied=1),
     keys=Keys(
         head_prefixes=("model.mtp.",),
@@ -352,7 +347,7 @@ def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx:
 MINIMAX_M3 = Family(
     name="minimax_m3",
     title="MiniMax-M3",
-    model_types=("minimax_m3_vl_text",),
+    config_types=("minimax_m3_vl_text",),
     declaration=Declaration(count="num_mtp_modules"),
     keys=Keys(
         trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
@@ -383,7 +378,6 @@ MINIMAX_M3 = Family(
 MIMO = Family(
     name="mimo",
     title="MiMo-7B",
-    model_types=("mimo",),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
         rules=layouts.key_rules(
@@ -418,7 +412,6 @@ MIMO = Family(
 MIMO_V2 = Family(
     name="mimo_v2_flash",
     title="MiMo-V2-Flash",
-    model_types=("mimo_v2_flash",),
     declaration=Declaration(
         # Engines hard-code the number: llama.cpp and SGLang run 3 modules, vLLM runs the first one.
         count=None,
@@ -488,7 +481,6 @@ def _unlimited_time_steps(decoder: Any) -> None:
 NEMOTRON_H = Family(
     name="nemotron_h",
     title="Nemotron-H / Nemotron 3",
-    model_types=("nemotron_h",),
     declaration=Declaration(others=_PATTERN),
     keys=Keys(
         trunk_prefixes=("backbone.", "model."),
@@ -617,7 +609,7 @@ INKLING = Family(
     name="inkling",
     title="Inkling",
     # The releases' text config has no model_type; their outer config has the second one.
-    model_types=("inkling_text", "inkling_mm_model"),
+    config_types=("inkling_text", "inkling_mm_model"),
     declaration=Declaration(section="mtp_config", repeated_as="num_mtp_layers"),
     keys=Keys(
         trunk_prefixes=("model.llm.", "model."),
