@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import UNVERIFIED, Convention, EngineSupport, no, remarked
-from mtp_train.families.kinds.kind import DraftFormat, DraftParts
+from mtp_train.families.kinds.kind import DraftFormat, DraftParts, own_sizes
 from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG, STATES_IN_VLLM, in_llama_cpp, in_vllm
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
@@ -99,7 +99,7 @@ def _layers_read(config: RawConfig) -> tuple[int, ...]:
 def _sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any, Any]]:
     layers, count = _layers_read(config), trunk.num_hidden_layers
     return {
-        **{name: (config.get(name), getattr(trunk, name)) for name in ("hidden_size", "vocab_size")},
+        **own_sizes(config, trunk),
         "num_target_layers": (config.get("num_target_layers", count), count),
         "mask_token_id": (config["mask_token_id"], min(config["mask_token_id"], trunk.vocab_size - 1)),
         # The output of the last layer is not read: implementations differ in whether it is normed.

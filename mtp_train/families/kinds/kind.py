@@ -47,7 +47,7 @@ class Block(nn.Module):
         return shared(state) if self.lm_head is None else self.lm_head(state)
 
 
-def _sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any, Any]]:
+def own_sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any, Any]]:
     return {name: (config.get(name), getattr(trunk, name)) for name in ("hidden_size", "vocab_size")}
 
 
@@ -68,7 +68,7 @@ class DraftFormat:
     config is that of the checkpoint that the head started from."""
     trunk_size: str = "hidden_size"
     """Field of the draft model's config with the hidden size of its trunk."""
-    sizes: Callable[[RawConfig, PretrainedConfig], Mapping[str, tuple[Any, Any]]] = _sizes
+    sizes: Callable[[RawConfig, PretrainedConfig], Mapping[str, tuple[Any, Any]]] = own_sizes
     """The draft model's raw config and its trunk's text config to the values that have to be equal, by name."""
     modules_field: str | None = None
     """Field with the number of modules. None: there is one module."""
