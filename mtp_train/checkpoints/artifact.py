@@ -105,23 +105,16 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
             ids_R = artifact.output.token_ids_R
             rows = [] if ids_R is None else [held_tensor(VOCAB_KEY, "I64", ids_R.long())]
             write_safetensors(directory / OUTPUT_FILE, [replace(artifact.output.weight, key=OUTPUT_KEY), *rows])
-        layout, head = artifact.layout, artifact.head
-        written = HeadConfigFile(
-            format_version=FORMAT_VERSION,
-            family=artifact.family.name,
-            kind=artifact.family.kind.name,
-            trunk_prefix=layout.trunk_prefix,
-            num_hidden_layers=layout.num_hidden_layers,
-            num_sublayers=layout.num_sublayers,
-            fused_experts=layout.fused_experts,
-            num_modules=artifact.num_modules,
-            num_depths=artifact.num_depths,
-            convention=artifact.convention,
-            draft_vocab=None if artifact.draft_vocab is None else len(artifact.draft_vocab),
-            shared_keys=list(head.shared_keys),
-            config_fields=dict(head.config_fields),
-            notes=artifact.notes,
-            draft_config=None if artifact.draft_config is None else dict(artifact.draft_config),
+        written = HeadConfigFile.model_validate(
+            {
+                **vars(artifact.layout),
+                **vars(artifact.head),
+                **vars(artifact),
+                "format_version": FORMAT_VERSION,
+                "family": artifact.family.name,
+                "kind": artifact.family.kind.name,
+                "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
+            }
         )
         write_json(directory / HEAD_CONFIG_FILE, written.model_dump())
 
