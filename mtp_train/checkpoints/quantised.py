@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,41 +70,38 @@ class _Method:
 
     fields: tuple[str, ...]
     """The config fields for the names: the first one that is set, or else the first."""
-    entries: Callable[[str, Sequence[str]], list[str]]
-    """From the head's prefix (``mtp.``) and its modules to the entries that cover them."""
+    form: str | None = None
+    """The form of the one entry that covers a head module: ``{name}`` is its name, ``{escaped}`` its prefix in a
+    regular expression. None: its name and those of its layers, as vLLM compares whole names, transformers a prefix."""
     by_substring: bool = False
     """Whether an entry covers every name that contains it, and not only whole parts of a name."""
 
-
-def _names(prefix: str, modules: Sequence[str]) -> list[str]:
-    # vLLM compares whole names, transformers takes a prefix.
-    return [prefix.rstrip("."), *modules]
-
-
-def _pattern(prefix: str) -> str:
-    return f".*{re.escape(prefix)}.*"
+    def entries(self, prefix: str, layers: Sequence[str]) -> list[str]:
+        """Return the entries that cover a head module, from its prefix (``mtp.``) and its layers."""
+        name = prefix.rstrip(".")
+        return [name, *layers] if self.form is None else [self.form.format(name=name, escaped=re.escape(prefix))]
 
 
-_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names)
+_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"))
 # SGLang looks the fused modules of an MTP head up in the list, and loads none of their weights where it has only single
 # names (sglang#35797). vLLM looks up their parts. A pattern covers both.
-_COMPRESSED = _Method(("ignore",), lambda prefix, _: [f"re:{_pattern(prefix)}"])
+_COMPRESSED = _Method(("ignore",), "re:.*{escaped}.*")
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-_GLOB = _Method(("ignore", "exclude_modules"), lambda prefix, _: [prefix.rstrip(".") + "*"], by_substring=True)
+_GLOB = _Method(("ignore", "exclude_modules"), "{name}*", by_substring=True)
 _METHODS: Mapping[str, _Method] = {
     "fp8": _BY_NAME,
     "fbgemm_fp8": _BY_NAME,
     "mxfp4": _BY_NAME,
     "mxfp8": _BY_NAME,
-    "awq": _Method(("modules_to_not_convert",), _names, by_substring=True),
-    "gptq": _Method(("dynamic",), lambda prefix, _: [f"-:{_pattern(prefix)}"]),
-    "bitsandbytes": _Method(("llm_int8_skip_modules",), _names),
+    "awq": _Method(("modules_to_not_convert",), by_substring=True),
+    "gptq": _Method(("dynamic",), "-:.*{escaped}.*"),
+    "bitsandbytes": _Method(("llm_int8_skip_modules",)),
     "compressed-tensors": _COMPRESSED,
-    "quark": _Method(("exclude",), _COMPRESSED.entries),
+    "quark": _Method(("exclude",), _COMPRESSED.form),
     "modelopt": _GLOB,
     "modelopt_fp4": _GLOB,
     "modelopt_mixed": _GLOB,
@@ -216,7 +213,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> JsonObject 
 def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> JsonObject | None:
     """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
     changed = copy.deepcopy(dict(document))
-    method = _Method(("exclude_modules",), _GLOB.entries)
+    method = _Method(("exclude_modules",), _GLOB.form)
     return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
 
 
@@ -309,7 +306,7 @@ def _extend(settings: JsonObject, method: _Method, groups: Groups) -> bool:
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
     listed = settings.get(field)
     entries = [entry for prefix, modules in groups.items() for entry in method.entries(prefix, modules)]
-    if entries and method.entries is _names and listed is None:
+    if entries and method.form is None and listed is None:
         # Without a list transformers leaves the output matrix alone, with one only what it names.
         entries.append("lm_head")
     added = [entry for entry in entries if entry not in (listed or ())]
