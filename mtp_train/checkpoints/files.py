@@ -344,19 +344,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def indexed_files(index: JsonObject) -> set[str]:
-    """Return the names of the files that an index lists, without checking them."""
-    weight_map = index.get("weight_map")
-    files = weight_map.values() if isinstance(weight_map, dict) else ()
-    return {file for file in files if isinstance(file, str)}
-
-
 def _adds_nothing(path: Path, index: JsonObject) -> bool:
     """Return whether an index beside the single file names that file alone, or shards that are no longer there.
 
     transformers' ``save_pretrained`` deletes the shards of an earlier save, but not their index.
     """
-    names = indexed_files(index)
+    weight_map = index.get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    names = {file for file in files if isinstance(file, str)}
     return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
 
 
