@@ -222,7 +222,7 @@ def estimate_footprint(
     layers = _layer_bytes(trunk, held)
     on_device, offloaded = packed_bytes, 0
     if on_device is None:
-        on_device = trunk_bytes(trunk.causal_lm, options.quantization, held, where="model.trunk")
+        on_device = trunk_bytes(trunk.causal_lm, options.quantization, held)
     if options.offloads:
         on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
     loading = 0

@@ -92,12 +92,11 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
         )
     kept = [*_KEPT[quantization], *misfits]
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
-    if quantization == "8bit":
+    return BitsAndBytesConfig(
+        **{f"load_in_{quantization}": True},
         # By default, bitsandbytes computes a column with an outlier in any row of the batch in another way, for all
         # rows. A token's state would depend on the other rows, and decoding would not be lossless.
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0, llm_int8_skip_modules=kept)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
+        llm_int8_threshold=0.0,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=dtype if isinstance(dtype, torch.dtype) else None,
         llm_int8_skip_modules=kept,
@@ -117,10 +116,10 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int, *, where: str = "trunk") -> int:
+def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int) -> int:
     total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     if quantization is not None:
-        for part in layers_to_pack(model, quantization, where=where).values():
+        for part in layers_to_pack(model, quantization, where="model.trunk").values():
             total += _packed_bytes(part, quantization) - part.weight.numel() * itemsize
     return total
 
