@@ -10,7 +10,6 @@ import filecmp
 import itertools
 import math
 import re
-import shlex
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +36,7 @@ from mtp_train.checkpoints.files import (
 from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.suggestions import output_of
+from mtp_train.checkpoints.suggestions import command, output_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError, one_line
@@ -158,7 +157,7 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
 
 def merge_command(checkpoint: str, adapter: str) -> str:
     out = output_of(checkpoint, "-merged")
-    return shlex.join(["mtp-train", "merge", checkpoint, "--adapter", adapter, "--out", out])
+    return command("merge", checkpoint, "--adapter", adapter, "--out", out)
 
 
 def read_adapter(path: Path) -> Adapter:

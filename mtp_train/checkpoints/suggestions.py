@@ -14,8 +14,13 @@ from mtp_train.families.engines import quoted_json
 PACKAGE = Path(__file__).parents[1]
 
 
+def command(*words: str) -> str:
+    """Return a command of this package, quoted for a shell."""
+    return shlex.join(["mtp-train", *words])
+
+
 def graft_command(finetune: str, base: str) -> str:
-    return shlex.join(["mtp-train", "graft", finetune, "--from", base, "--out", grafted_name(finetune)])
+    return command("graft", finetune, "--from", base, "--out", grafted_name(finetune))
 
 
 def serve_as_it_is(checkpoint: str) -> str:
@@ -29,17 +34,17 @@ def grafted_name(finetune: str) -> str:
 
 def evaluate_command(checkpoint: str, out: str) -> str:
     endpoint = ["--endpoint", "http://localhost:8000/v1", "--served-only"]
-    return shlex.join(["mtp-train", "evaluate", checkpoint, *endpoint, "--out", out])
+    return command("evaluate", checkpoint, *endpoint, "--out", out)
 
 
 def judge_command(run_dir: Path) -> str:
     """Return the command that judges a run's export by the evaluations of its baseline and of the export."""
     arms = [f"stale={run_dir}-baseline", f"retrained={run_dir}-served"]
-    return shlex.join(["mtp-train", "compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged"])
+    return command("compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged")
 
 
 def export_command(checkpoint: str) -> str:
-    return shlex.join(["mtp-train", "export", checkpoint, "--out", grafted_name(checkpoint)])
+    return command("export", checkpoint, "--out", grafted_name(checkpoint))
 
 
 def draft_model_flag(path: str, depth: int) -> str:
@@ -53,7 +58,7 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = (), override
     sources = ["--data", *data] if data else []
     sources += ["--set", *overrides] if overrides else []
     out = output_of(finetune, "-rescued")
-    return shlex.join(["mtp-train", "rescue", finetune, "--from", base, *sources, "--out", out])
+    return command("rescue", finetune, "--from", base, *sources, "--out", out)
 
 
 def retrain_own_command(checkpoint: str) -> str:
@@ -64,11 +69,11 @@ def retrain_own_command(checkpoint: str) -> str:
 
 def probe_command(finetune: str, base: str) -> str:
     """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
-    return shlex.join(["mtp-train", "probe", finetune, "--from", base])
+    return command("probe", finetune, "--from", base)
 
 
 def inspect_command(checkpoint: str, base: str | None = None) -> str:
-    return shlex.join(["mtp-train", "inspect", checkpoint, *([] if base is None else ["--base", base])])
+    return command("inspect", checkpoint, *([] if base is None else ["--base", base]))
 
 
 def output_of(location: str, ending: str) -> str:
