@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, JsonObject, read_metadata
@@ -21,7 +20,6 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
     PLAIN_DTYPES,
-    fp4_values,
     is_packed,
     is_scale,
     packed_weight,
@@ -31,10 +29,9 @@ from mtp_train.checkpoints.quantised import (
 )
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
+from mtp_train.upstream.transformers_private import convert_moe_packed_tensors
 
 _LAYER = re.compile(r"layers\.\d+\.")
-_EXPONENT_BIAS = 127
-"""Of the scales of MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +154,8 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
 
     def experts() -> Iterator[Tensor]:
         for expert in range(num_experts):
-            values = fp4_values(source.read_rows(packed, expert, expert + 1))
-            exponents = source.read_rows(scales, expert, expert + 1).int() - _EXPONENT_BIAS
-            yield torch.ldexp(values, exponents[..., None]).flatten(2).transpose(1, 2).bfloat16()
+            blocks, exponents = (source.read_rows(part, expert, expert + 1) for part in (packed, scales))
+            yield convert_moe_packed_tensors(blocks, exponents)
 
     return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), experts)
 

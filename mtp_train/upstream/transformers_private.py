@@ -35,11 +35,17 @@ from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLaye
 # The registry of functions for a mixture's experts has no public name.
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
 
+# gpt-oss's own quantiser unpacks its experts by it, and no argument of from_pretrained unpacks them alone.
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors as convert_moe_packed_tensors
+
 # The registry of attention functions returns it by name only to models; we call it with masks of our own.
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
 
 # An attention function of our own has to be registered with a mask function, and no other one is public.
 from transformers.masking_utils import sdpa_mask as sdpa_mask
+
+# The frequencies of a scaled rotary embedding are computed by this table, or inside of a model.
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as ROPE_INIT_FUNCTIONS
 
 # from_pretrained skips a stored quantisation that it lacks, with a warning, and reads packed weights as plain ones.
 from transformers.quantizers import AutoHfQuantizer as AutoHfQuantizer

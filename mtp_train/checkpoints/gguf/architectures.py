@@ -7,8 +7,10 @@ no record if llama.cpp has no graph for its head.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
+
+import torch
+from transformers import LlamaConfig
 
 from mtp_train.checkpoints.gguf.record import (
     AT_THE_END,
@@ -42,6 +44,7 @@ from mtp_train.checkpoints.gguf.record import (
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.layouts import weights
 from mtp_train.families.spec import Family, RawConfig
+from mtp_train.upstream.transformers_private import ROPE_INIT_FUNCTIONS
 
 _SLIDING = "sliding_attention"
 
@@ -102,19 +105,10 @@ def _llama3_factors(config: RawConfig) -> list[float] | None:
     """Return the divisors of full attention's rotary frequencies; 1 for dimensions without rotation."""
     if not _is_llama3(config):
         return None
-    rope, size = rope_of(config), int(config["head_dim"])
-    rotated_dims = int(size * rope.get("partial_rotary_factor", 0.5))
-    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    old_context = int(rope["original_max_position_embeddings"])
-
-    def factor_of(dim: int) -> float:
-        wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (dim / rotated_dims)
-        # 0 for wavelengths that are long in the old context (fully scaled), 1 for short ones (not scaled).
-        smooth = min(1.0, max(0.0, (old_context / wavelength - low) / (high - low)))
-        return 1 / ((1 - smooth) / factor + smooth)
-
-    scaled = [factor_of(dim) for dim in range(0, rotated_dims, 2)]
-    return scaled + [1.0] * (size // 2 - len(scaled))
+    rope, size = {"partial_rotary_factor": 0.5, **rope_of(config)}, int(config["head_dim"])
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=size, rope_parameters=rope))
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(scaled)) / len(scaled))
+    return [*(plain / scaled).tolist(), *[1.0] * (size // 2 - len(scaled))]
 
 
 _STEP = GgufHead(
