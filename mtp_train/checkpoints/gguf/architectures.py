@@ -176,8 +176,8 @@ _NEMOTRON = GgufHead(
         "layer.layers.1.mixer.experts.up_proj": "ffn_up_exps.weight",
         "layer.layers.1.mixer.experts.down_proj": "ffn_down_exps.weight",
         # The row order of a rotary embedding. This attention has none, so any order works that both matrices share.
-        "layer.layers.0.mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
-        "layer.layers.0.mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
+        "layer.layers.0.mixer.q_proj.weight": Cut("num_attention_heads", ("attn_q.weight",)),
+        "layer.layers.0.mixer.k_proj.weight": Cut("num_key_value_heads", ("attn_k.weight",)),
     },
     fields={
         **FIELDS,

@@ -366,7 +366,7 @@ _DRAFT_NAMES = {
 }
 """Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""
 _DRAFT_FIELDS = {
-    **{name: field for name, field in FIELDS.items() if not name.startswith("rope.dimension_sections")},
+    **FIELDS,
     "vocab_size": whole("vocab_size"),
     "rope.dimension_count": whole("head_dim"),
     "target_hidden_size": whole("target_hidden_size"),

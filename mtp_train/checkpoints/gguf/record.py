@@ -31,9 +31,9 @@ _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_ac
 class Cut:
     """A parameter that GGUF stores as two tensors, or with its rows in another order."""
 
-    how: Literal["halves", "latent_kv", "query_pairs", "key_pairs"]
+    how: Literal["halves", "latent_kv", "num_attention_heads", "num_key_value_heads"]
     """``halves``: two halves along the next to last axis. ``latent_kv``: each head's key part, transposed, and its
-    value part. ``query_pairs``, ``key_pairs``: one tensor with the rows of each head's two halves interleaved."""
+    value part. The field with the number of heads: one tensor with the rows of each head's two halves interleaved."""
     names: tuple[str, ...]
 
 

@@ -266,12 +266,12 @@ def _stacked(name: str, pieces: Sequence[PendingTensor]) -> PendingTensor:
 def _joined(name: str, pieces: Sequence[PendingTensor], axis: int) -> PendingTensor:
     shape = list(pieces[0].shape)
     shape[axis] = sum(piece.shape[axis] for piece in pieces)
-
-    def blocks() -> Iterator[Tensor]:
-        parts = (piece.load() for piece in pieces)
-        return parts if axis == 0 else iter((torch.cat(list(parts), dim=axis),))
-
-    return replace(pieces[0], key=name, shape=tuple(shape), blocks=blocks)
+    return replace(
+        pieces[0],
+        key=name,
+        shape=tuple(shape),
+        blocks=lambda: [torch.cat([piece.load() for piece in pieces], dim=axis)],
+    )
 
 
 def _named(
@@ -305,12 +305,10 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
 
 def _cut(how: str, block: Tensor, config: RawConfig) -> tuple[Tensor, ...]:
     """Return the parts of a tensor that GGUF stores."""
-    if how == "query_pairs":
-        return (paired(block, int(config["num_attention_heads"])),)
-    if how == "key_pairs":
-        return (paired(block, int(config["num_key_value_heads"])),)
     if how == "halves":
         return block.chunk(2, dim=-2)
+    if how != "latent_kv":
+        return (paired(block, int(config[how])),)
     key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
     by_head = block.view(-1, key_dims + value_dims, block.shape[1])
     return by_head[:, :key_dims].transpose(1, 2), by_head[:, key_dims:]
