@@ -55,7 +55,7 @@ from mtp_train.train import head_training
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk import states
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.states import Forwards, Segment, TrunkStates
+from mtp_train.trunk.states import Segment, TrunkStates
 from mtp_train.upstream.transformers_private import replacing
 
 aten = torch.ops.aten
@@ -298,7 +298,7 @@ def count_step(model: SpeculativeDecoder, tokens: int) -> Counting:
     micro = MicroBatch(
         documents(tokens, SEQ_LEN, len(trunk.lm_head_VD), META),
         torch.ones(DEPTH, device=META),
-        Forwards(groups, 1),
+        groups,
         used_N=torch.arange(tokens, device=META),
     )
     module = HeadTraining(

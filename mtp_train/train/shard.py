@@ -127,7 +127,7 @@ class ShardedStates(TrunkStates):
 
     def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
         plans = [super(ShardedStates, self).prepare(shares, one, max_tokens) for one in range(len(shares))]
-        return Forwards(plans[rank].groups, max(len(one.groups) for one in plans))
+        return plans[rank] + [[]] * (max(map(len, plans)) - len(plans[rank]))
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Do nothing: shards are gathered in the dtype that they are held in."""

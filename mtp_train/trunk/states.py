@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +40,11 @@ class Segment(NamedTuple):
     length: int
 
 
+Forwards = list[list[Segment]]
+"""The forward passes that compute the hidden states of a packed batch, planned on the host: the documents of each. A
+pass without documents is made where another process, with which a trunk is shared, needs more passes."""
+
+
 def segments(document_BT: NDArray[np.int64]) -> list[Segment]:
     """List the documents of a packed batch, row by row."""
     found: list[Segment] = []
@@ -52,24 +56,15 @@ def segments(document_BT: NDArray[np.int64]) -> list[Segment]:
     return found
 
 
-def group_by_length(found: list[Segment], max_tokens: int) -> list[list[Segment]]:
+def group_by_length(found: list[Segment], max_tokens: int) -> Forwards:
     """Group documents of similar length so that no group, padded to its longest, exceeds ``max_tokens``."""
-    groups: list[list[Segment]] = []
+    groups: Forwards = []
     for segment in sorted(found, key=lambda one: one.length, reverse=True):
         if groups and (len(groups[-1]) + 1) * groups[-1][0].length <= max_tokens:
             groups[-1].append(segment)
         else:
             groups.append([segment])
     return groups
-
-
-@dataclass(frozen=True)
-class Forwards:
-    """The forward passes that compute the hidden states of a packed batch, planned on the host."""
-
-    groups: Sequence[Sequence[Segment]]
-    num_calls: int
-    """Number of passes to make: more than groups where another process, with which a trunk is shared, needs more."""
 
 
 def isolated_hidden(
@@ -90,9 +85,11 @@ def isolated_hidden(
     hidden_BTD: Tensor | None = None
     with torch.no_grad():
         if forwards is None:
-            groups = group_by_length(segments(document_BT.cpu().numpy()), tokens_BT.numel())
-            forwards = Forwards(groups, len(groups))
-        for group in forwards.groups:
+            forwards = group_by_length(segments(document_BT.cpu().numpy()), tokens_BT.numel())
+        for group in forwards:
+            if not group:
+                trunk.hidden(tokens_BT[:1, :1])
+                continue
             # The longest comes first.
             rows_NL = tokens_BT.new_zeros(len(group), group[0].length)
             for index, (row, start, length) in enumerate(group):
@@ -102,8 +99,6 @@ def isolated_hidden(
                 hidden_BTD = hidden_NLD.new_zeros(*tokens_BT.shape, hidden_NLD.shape[-1])
             for index, (row, start, length) in enumerate(group):
                 hidden_BTD[row, start : start + length] = hidden_NLD[index, :length]
-        for _ in range(forwards.num_calls - len(forwards.groups)):
-            trunk.hidden(tokens_BT[:1, :1])
     if hidden_BTD is None:
         return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.state_width)
     return hidden_BTD
@@ -165,8 +160,7 @@ class TrunkStates(States):
     def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
         """Plan the passes over this process's rows."""
         document_BT = np.stack([one.document_T for one in shares[rank]])
-        groups = group_by_length(segments(document_BT), max_tokens or document_BT.size)
-        return Forwards(groups, len(groups))
+        return group_by_length(segments(document_BT), max_tokens or document_BT.size)
 
     def forward(self, tokens_BT: Tensor, document_BT: Tensor, prepared: Any = None) -> Tensor:
         return isolated_hidden(self.ends, tokens_BT, document_BT, prepared)

@@ -30,7 +30,7 @@ from mtp_train.train.launch import (
 )
 from mtp_train.train.shard import ShardedStates, gather_in, shard_layers, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.states import Forwards, TrunkStates, group_by_length, isolated_hidden, segments
+from mtp_train.trunk.states import TrunkStates, group_by_length, isolated_hidden, segments
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 
@@ -247,7 +247,7 @@ def test_spare_forwards_change_nothing(family_name: str) -> None:
     forwards: list[tuple[int, ...]] = []
     trunk.decoder.register_forward_hook(lambda _module, _inputs, output: forwards.append(output[0].shape[:2]))
     groups = group_by_length(segments(document_BT.numpy()), 12)
-    two_more = Forwards(groups, len(groups) + 2)
+    two_more = [*groups, [], []]
     assert torch.equal(isolated_hidden(trunk, tokens_BT, document_BT, two_more), expected_BTD)
     assert len(forwards) == len(groups) + 2
     assert forwards[-2:] == [(1, 1)] * 2
