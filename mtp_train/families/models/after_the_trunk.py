@@ -37,21 +37,6 @@ _WIRING = Wiring(conventions={**engines.ALIKE, "vllm": engines.ZERO_FIRST})
 _ZERO_FIRST_IN_VLLM = Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()})
 _SINCE_5_23 = TrunkTraits(needs_transformers="5.23")
 
-HY_V3 = Family(
-    name="hy_v3",
-    title="Hunyuan 3",
-    keys=layouts.after_the_trunk(
-        {
-            **layouts.experts(),
-            "mlp.router.gate.weight": "layer.mlp.gate.weight",
-            "mlp.expert_bias": "layer.mlp.e_score_correction_bias",
-            "mlp.shared_mlp.{rest}": "layer.mlp.shared_experts.{rest}",
-        },
-        final_norm="final_layernorm",
-    ),
-    wiring=_WIRING,
-    layer=HeadLayer("hy_v3", "HYV3", config=layouts.sparse),
-)
 
 _HY_V4_GATE = {"self_attn.linear_gate.{rest}": "layer.self_attn.gate_proj.{rest}"}
 _HY_V4_LAYER = HeadLayer(
@@ -85,36 +70,6 @@ HY_V4 = Family(
     trunk=_SINCE_5_23,
     engines={"llama.cpp": no("its converter drops this head")},
 )
-# The vision-language release: the same head around a text model with rotary positions of three axes.
-HY_V4_VL = replace(
-    HY_V4,
-    name="hy_v4_vl",
-    title="Hunyuan 4 VL",
-    config_types=("hy_v4_vl_text", "hy_v4_vl"),
-    layer=replace(_HY_V4_LAYER, model="hy_v4_vl", prefix="HYV4VL", rotary_axes=3),
-    trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.24"),
-    engines=dict.fromkeys(("vllm", "sglang", "llama.cpp"), engines.UNVERIFIED),
-)
-
-BAILING_HYBRID = Family(
-    name="bailing_hybrid",
-    title="Ling 3 (Bailing hybrid)",
-    keys=layouts.after_the_trunk(
-        {
-            **layouts.experts(),
-            "mlp.gate.expert_bias": "layer.mlp.gate.e_score_correction_bias",
-            "attention.dense.{rest}": "layer.self_attn.o_proj.{rest}",
-            "attention.{rest}": "layer.self_attn.{rest}",
-        },
-        final_norm="final_layernorm",
-        embed="{trunk}word_embeddings.weight",
-        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {"attention.{rest}": "layer.self_attn.forget_gate.{rest}"}),
-    ),
-    wiring=Wiring(conventions=engines.ALIKE),
-    layer=HeadLayer("bailing_hybrid", "BailingHybrid", config=layouts.sparse_full),
-    trunk=TrunkTraits(recurrent=KIMI_DELTA, needs_transformers="5.23"),
-    engines={"transformers": engines.USE_MTP},
-)
 
 
 def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -132,77 +87,6 @@ def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
     )
 
 
-STEP3P7 = Family(
-    name="step3p7",
-    title="Step-3.5 / 3.7",
-    config_types=("step3p5",),
-    keys=layouts.after_the_trunk(
-        {
-            "transformer.shared_head.output.weight": "lm_head.weight",
-            "moe.gate.weight": "layer.mlp.gate.weight",
-            "moe.router_bias": "layer.mlp.gate.e_score_correction_bias",
-            "moe.gate_proj.weight": "layer.mlp.experts.gate_up_proj",
-            "moe.up_proj.weight": "layer.mlp.experts.gate_up_proj",
-            "moe.down_proj.weight": "layer.mlp.experts.down_proj",
-            "share_expert.{rest}": "layer.mlp.shared_experts.{rest}",
-        },
-        final_norm="transformer.shared_head.norm",
-    ),
-    wiring=Wiring(
-        own_lm_head=True,
-        default=engines.BEFORE_NORM,
-        conventions={
-            "vllm": engines.BEFORE_NORM,
-            "sglang": engines.BEFORE_NORM,
-            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
-        },
-    ),
-    layer=HeadLayer("step3p7", "Step3p7", config=_step_layers),
-    trunk=TrunkTraits(only_with_vision=True),
-    engines={"transformers": no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")},
-)
-
-DOTS3_NOTE = Family(
-    name="dots3_note",
-    title="dots3-note",
-    # In releases the text model's fields are at the top level of the config, beside the other parts.
-    config_types=("dots3_note_text", "dots3_note"),
-    declaration=Declaration(
-        # Engines assume 1 if the config lacks the field.
-        implied=1,
-        others=("mtp_layer_types",),
-    ),
-    keys=Keys(
-        trunk_prefixes=WRAPPED,
-        head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
-        rules=layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"})
-        + layouts.after_the_trunk().rules,
-        shared=layouts.LM_HEAD_AFTER_THE_TRUNK,
-    ),
-    wiring=replace(_ZERO_FIRST_IN_VLLM, own_embedding=True),
-    layer=HeadLayer(
-        "dots3_note",
-        "Dots3Note",
-        config=lambda config, num_modules: layouts.dense_sliding(
-            config.per_layer_config["sliding_attention"], num_modules
-        ),
-        layer="TextDecoderLayer",
-        rotary="TextRotaryEmbedding",
-    ),
-    trunk=_SINCE_5_23,
-    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
-)
-
-DEEPSEEK_V3 = Family(
-    name="deepseek_v3",
-    title="DeepSeek V3 / R1",
-    keys=EXPERTS_AFTER_THE_TRUNK,
-    wiring=_WIRING,
-    layer=HeadLayer("deepseek_v3", "DeepseekV3", config=layouts.sparse_from_the_first),
-    # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
-    engines={"transformers": engines.USE_MTP, "llama.cpp": engines.LLAMA_CPP_BESIDE},
-)
-
 DEEPSEEK_V32 = Family(
     name="deepseek_v32",
     title="DeepSeek V3.2",
@@ -214,13 +98,6 @@ DEEPSEEK_V32 = Family(
 )
 
 _MODULE = "mtp.{module}."
-_DEEPSEEK_V4_ENDS = {
-    "e_proj": "token_proj",
-    "h_proj": "hidden_proj",
-    "enorm": "embed_norm",
-    "hnorm": "hidden_norm",
-    "norm": "final_norm",
-}
 _MIXING = ("fn", "base", "scale")
 _DEEPSEEK_V4_LAYER = {
     "attn_norm": "input_layernorm",
@@ -252,12 +129,10 @@ _DEEPSEEK_V4_EXPERTS = {
     "ffn.experts.{expert}.w2": "mlp.experts.{expert}.down_proj",
     "ffn.experts.{expert}.w3": "mlp.experts.{expert}.up_proj",
 }
-_SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
 _VLLM_V4 = replace(engines.BEFORE_NORM, zero_first_embedding=True)
 
 _RELEASES_NAMES = "  # with a release's tensor names, which transformers' save_pretrained changes"
-_RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as releases have them"
 
 
 DEEPSEEK_V4 = Family(
@@ -268,12 +143,20 @@ DEEPSEEK_V4 = Family(
         trunk_prefixes=("model.", ""),
         embed_by_prefix={"": "embed.weight"},
         lm_head="head.weight",
-        saved_names=_SAVED_NAMES,
+        saved_names={"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
         head_prefixes=("mtp.",),
         rules=layouts.key_rules(
             _MODULE,
             {
-                **layouts.weights(_DEEPSEEK_V4_ENDS),
+                **layouts.weights(
+                    {
+                        "e_proj": "token_proj",
+                        "h_proj": "hidden_proj",
+                        "enorm": "embed_norm",
+                        "hnorm": "hidden_norm",
+                        "norm": "final_norm",
+                    }
+                ),
                 **{f"hc_head_{one}": f"mixer.hc_{one}" for one in _MIXING},
                 **{f"hc_{part}_{one}": f"layer.{part}_hc.{one}" for part in ("attn", "ffn") for one in _MIXING},
                 "attn.attn_sink": "layer.self_attn.sinks",
@@ -308,7 +191,9 @@ DEEPSEEK_V4 = Family(
     engines={
         "vllm": remarked(engines.VLLM, _RELEASES_NAMES),
         "sglang": remarked(engines.SGLANG, _RELEASES_NAMES),
-        "llama.cpp": remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
+        "llama.cpp": remarked(
+            engines.LLAMA_CPP_BESIDE, "  # the converter takes routed experts in FP4 alone, as releases have them"
+        ),
     },
 )
 
@@ -318,84 +203,192 @@ _GLM_IN_VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True
 _GLM_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": _GLM_IN_VLLM})
 
 
-GLM4_MOE = Family(
-    name="glm4_moe",
-    title="GLM-4.5 / 4.6 / 4.7",
-    keys=EXPERTS_AFTER_THE_TRUNK,
-    wiring=_GLM_WIRING,
-    layer=HeadLayer("glm4_moe", "Glm4Moe", config=layouts.sparse_from_the_first),
-    engines={"transformers": engines.USE_MTP},
-)
-
-GLM4_MOE_LITE = Family(
-    name="glm4_moe_lite",
-    title="GLM-4.7-Flash",
-    keys=EXPERTS_AFTER_THE_TRUNK,
-    wiring=_GLM_WIRING,
-    layer=HeadLayer("glm4_moe_lite", "Glm4MoeLite", config=layouts.sparse),
-)
-
-# vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2.
-GLM_MOE_DSA = replace(
-    DEEPSEEK_V32,
-    name="glm_moe_dsa",
-    title="GLM-5",
-    layer=HeadLayer("glm_moe_dsa", "GlmMoeDsa", config=layouts.sparse_indexed, frozen=INDEXER),
-)
-
-
 _POOLS = partial(choose_pools, kind=GatedPools)
-GLM5_NEXT = Family(
-    name="glm5_next",
-    title="GLM-5.3-Flash (GLM-5-Next)",
-    config_types=("glm5_next_text",),
-    keys=replace(
-        EXPERTS_AFTER_THE_TRUNK,
-        trunk_prefixes=WRAPPED,
-        trunk_rules=layouts.key_rules(
-            AFTER_THE_TRUNK,
-            {
-                "self_attn.f_a_proj.{rest}": "layer.self_attn.forget_gate.f_a_proj.{rest}",
-                "self_attn.f_b_proj.{rest}": "layer.self_attn.forget_gate.f_b_proj.{rest}",
-            },
-        ),
-    ),
-    # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
-    # result differs only in texts longer than index_topk.
-    wiring=_ZERO_FIRST_IN_VLLM,
-    layer=HeadLayer(
-        "glm5_next",
-        "Glm5NextText",
-        config=layouts.sparse_indexed,
-        rotary=None,
-        build_layer=layouts.attention_then_mlp("Attention", "MoE"),
-        prepare=_POOLS,
-        frozen=INDEXER,
-    ),
-    trunk=TrunkTraits(only_with_vision=True, prepare=_POOLS, recurrent=KIMI_DELTA, needs_transformers="5.23"),
-    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
-)
 
-GLM_OCR = Family(
-    name="glm_ocr",
-    title="GLM-OCR",
-    config_types=("glm_ocr_text",),
-    keys=layouts.after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
-    wiring=Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention()}),
-    layer=HeadLayer(
-        "glm_ocr",
-        "GlmOcr",
-        config=layouts.with_layers,
-        layer="TextDecoderLayer",
-        rotary="TextRotaryEmbedding",
-        rotary_axes=3,
-    ),
-    trunk=TrunkTraits(only_with_vision=True),
-    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
-)
 
 FAMILIES = (
-    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
-    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
-    *(HY_V3, HY_V4, HY_V4_VL, BAILING_HYBRID, STEP3P7, DOTS3_NOTE),
+    Family(
+        name="deepseek_v3",
+        title="DeepSeek V3 / R1",
+        keys=EXPERTS_AFTER_THE_TRUNK,
+        wiring=_WIRING,
+        layer=HeadLayer("deepseek_v3", "DeepseekV3", config=layouts.sparse_from_the_first),
+        # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
+        engines={"transformers": engines.USE_MTP, "llama.cpp": engines.LLAMA_CPP_BESIDE},
+    ),
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    Family(
+        name="glm4_moe",
+        title="GLM-4.5 / 4.6 / 4.7",
+        keys=EXPERTS_AFTER_THE_TRUNK,
+        wiring=_GLM_WIRING,
+        layer=HeadLayer("glm4_moe", "Glm4Moe", config=layouts.sparse_from_the_first),
+        engines={"transformers": engines.USE_MTP},
+    ),
+    Family(
+        name="glm4_moe_lite",
+        title="GLM-4.7-Flash",
+        keys=EXPERTS_AFTER_THE_TRUNK,
+        wiring=_GLM_WIRING,
+        layer=HeadLayer("glm4_moe_lite", "Glm4MoeLite", config=layouts.sparse),
+    ),
+    # vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2.
+    replace(
+        DEEPSEEK_V32,
+        name="glm_moe_dsa",
+        title="GLM-5",
+        layer=HeadLayer("glm_moe_dsa", "GlmMoeDsa", config=layouts.sparse_indexed, frozen=INDEXER),
+    ),
+    Family(
+        name="glm5_next",
+        title="GLM-5.3-Flash (GLM-5-Next)",
+        config_types=("glm5_next_text",),
+        keys=replace(
+            EXPERTS_AFTER_THE_TRUNK,
+            trunk_prefixes=WRAPPED,
+            trunk_rules=layouts.key_rules(
+                AFTER_THE_TRUNK,
+                {
+                    "self_attn.f_a_proj.{rest}": "layer.self_attn.forget_gate.f_a_proj.{rest}",
+                    "self_attn.f_b_proj.{rest}": "layer.self_attn.forget_gate.f_b_proj.{rest}",
+                },
+            ),
+        ),
+        # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths.
+        # The result differs only in texts longer than index_topk.
+        wiring=_ZERO_FIRST_IN_VLLM,
+        layer=HeadLayer(
+            "glm5_next",
+            "Glm5NextText",
+            config=layouts.sparse_indexed,
+            rotary=None,
+            build_layer=layouts.attention_then_mlp("Attention", "MoE"),
+            prepare=_POOLS,
+            frozen=INDEXER,
+        ),
+        trunk=TrunkTraits(only_with_vision=True, prepare=_POOLS, recurrent=KIMI_DELTA, needs_transformers="5.23"),
+        engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
+    ),
+    Family(
+        name="glm_ocr",
+        title="GLM-OCR",
+        config_types=("glm_ocr_text",),
+        keys=layouts.after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
+        wiring=Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention()}),
+        layer=HeadLayer(
+            "glm_ocr",
+            "GlmOcr",
+            config=layouts.with_layers,
+            layer="TextDecoderLayer",
+            rotary="TextRotaryEmbedding",
+            rotary_axes=3,
+        ),
+        trunk=TrunkTraits(only_with_vision=True),
+        engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
+    ),
+    Family(
+        name="hy_v3",
+        title="Hunyuan 3",
+        keys=layouts.after_the_trunk(
+            {
+                **layouts.experts(),
+                "mlp.router.gate.weight": "layer.mlp.gate.weight",
+                "mlp.expert_bias": "layer.mlp.e_score_correction_bias",
+                "mlp.shared_mlp.{rest}": "layer.mlp.shared_experts.{rest}",
+            },
+            final_norm="final_layernorm",
+        ),
+        wiring=_WIRING,
+        layer=HeadLayer("hy_v3", "HYV3", config=layouts.sparse),
+    ),
+    HY_V4,
+    # The vision-language release: the same head around a text model with rotary positions of three axes.
+    replace(
+        HY_V4,
+        name="hy_v4_vl",
+        title="Hunyuan 4 VL",
+        config_types=("hy_v4_vl_text", "hy_v4_vl"),
+        layer=replace(_HY_V4_LAYER, model="hy_v4_vl", prefix="HYV4VL", rotary_axes=3),
+        trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.24"),
+        engines=dict.fromkeys(("vllm", "sglang", "llama.cpp"), engines.UNVERIFIED),
+    ),
+    Family(
+        name="bailing_hybrid",
+        title="Ling 3 (Bailing hybrid)",
+        keys=layouts.after_the_trunk(
+            {
+                **layouts.experts(),
+                "mlp.gate.expert_bias": "layer.mlp.gate.e_score_correction_bias",
+                "attention.dense.{rest}": "layer.self_attn.o_proj.{rest}",
+                "attention.{rest}": "layer.self_attn.{rest}",
+            },
+            final_norm="final_layernorm",
+            embed="{trunk}word_embeddings.weight",
+            trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {"attention.{rest}": "layer.self_attn.forget_gate.{rest}"}),
+        ),
+        wiring=Wiring(conventions=engines.ALIKE),
+        layer=HeadLayer("bailing_hybrid", "BailingHybrid", config=layouts.sparse_full),
+        trunk=TrunkTraits(recurrent=KIMI_DELTA, needs_transformers="5.23"),
+        engines={"transformers": engines.USE_MTP},
+    ),
+    Family(
+        name="step3p7",
+        title="Step-3.5 / 3.7",
+        config_types=("step3p5",),
+        keys=layouts.after_the_trunk(
+            {
+                "transformer.shared_head.output.weight": "lm_head.weight",
+                "moe.gate.weight": "layer.mlp.gate.weight",
+                "moe.router_bias": "layer.mlp.gate.e_score_correction_bias",
+                "moe.gate_proj.weight": "layer.mlp.experts.gate_up_proj",
+                "moe.up_proj.weight": "layer.mlp.experts.gate_up_proj",
+                "moe.down_proj.weight": "layer.mlp.experts.down_proj",
+                "share_expert.{rest}": "layer.mlp.shared_experts.{rest}",
+            },
+            final_norm="transformer.shared_head.norm",
+        ),
+        wiring=Wiring(
+            own_lm_head=True,
+            default=engines.BEFORE_NORM,
+            conventions={
+                "vllm": engines.BEFORE_NORM,
+                "sglang": engines.BEFORE_NORM,
+                "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
+            },
+        ),
+        layer=HeadLayer("step3p7", "Step3p7", config=_step_layers),
+        trunk=TrunkTraits(only_with_vision=True),
+        engines={"transformers": no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")},
+    ),
+    Family(
+        name="dots3_note",
+        title="dots3-note",
+        # In releases the text model's fields are at the top level of the config, beside the other parts.
+        config_types=("dots3_note_text", "dots3_note"),
+        declaration=Declaration(
+            # Engines assume 1 if the config lacks the field.
+            implied=1,
+            others=("mtp_layer_types",),
+        ),
+        keys=Keys(
+            trunk_prefixes=WRAPPED,
+            head_prefixes=(AFTER_THE_TRUNK, "{trunk}mtp."),
+            rules=layouts.key_rules("{trunk}mtp.", {"embed_tokens.weight": "embedding.weight"})
+            + layouts.after_the_trunk().rules,
+            shared=layouts.LM_HEAD_AFTER_THE_TRUNK,
+        ),
+        wiring=replace(_ZERO_FIRST_IN_VLLM, own_embedding=True),
+        layer=HeadLayer(
+            "dots3_note",
+            "Dots3Note",
+            config=lambda config, num_modules: layouts.dense_sliding(
+                config.per_layer_config["sliding_attention"], num_modules
+            ),
+            layer="TextDecoderLayer",
+            rotary="TextRotaryEmbedding",
+        ),
+        trunk=_SINCE_5_23,
+        engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
+    ),
 )

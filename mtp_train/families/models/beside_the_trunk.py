@@ -64,89 +64,89 @@ QWEN3_5 = Family(
     engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
 )
 
-QWEN3_5_MOE = replace(
-    QWEN3_5,
-    name="qwen3_5_moe",
-    title="Qwen3.5 / 3.6 / 3.8 MoE",
-    config_types=("qwen3_5_moe_text",),
-    keys=replace(layouts.EXPERTS_BESIDE_THE_TRUNK, trunk_prefixes=WRAPPED),
-    layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
-)
-
-QWEN3_NEXT = replace(
-    QWEN3_5,
-    name="qwen3_next",
-    title="Qwen3-Next",
-    config_types=("qwen3_next",),
-    declaration=Declaration(
-        # Releases lack the field. SGLang and llama.cpp assume 1; vLLM takes the depth from its command line.
-        implied=1,
-        others=(_INTERVAL,),
-    ),
-    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
-    # A mixture of experts even if the trunk's first layers are dense.
-    layer=HeadLayer("qwen3_next", "Qwen3Next", config=layouts.every_layer_sparse),
-)
-
-# In all engines the head reads the streams before they are mixed, and recycles the streams of its layer. With
-# index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The result
-# differs only in texts longer than indexer_budget.
-_READING_STREAMS = Wiring(
-    concat="sum",
-    final_norm=False,
-    default=engines.BEFORE_NORM,
-    conventions={"vllm": engines.BEFORE_NORM, "sglang": engines.BEFORE_NORM},
-)
-
 
 # transformers' own indexer loops over the queries of a text.
 _POOLS = partial(choose_pools, kind=AveragedPools)
-_QWEN4_ENDS = {
-    "fc_embedding.weight": "token_proj.weight",
-    "fc_hidden.weight": "hidden_proj.weight",
-    "pre_fc_norm_embedding.weight": "embed_norm.weight",
-    "pre_fc_norm_hidden.weight": "hidden_norm.weight",
-    "hyper_connection_mixer.{rest}": "mixer.{rest}",
-}
-QWEN4_EXP = Family(
-    name="qwen4_exp",
-    title="Qwen4-Exp (Qwen3.8 Flash-Next)",
-    config_types=("qwen4_exp_text",),
-    declaration=_QWEN_DECLARATION,
-    keys=Keys(
-        trunk_prefixes=WRAPPED,
-        head_prefixes=("mtp.",),
-        rules=(
-            *layouts.key_rules("mtp.", _QWEN4_ENDS),
-            *layouts.key_rules(BESIDE_THE_TRUNK, {**layouts.experts(), **layouts.LAYER}),
-        ),
-    ),
-    wiring=_READING_STREAMS,
-    layer=HeadLayer(
-        "qwen4_exp",
-        "Qwen4ExpText",
-        config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
-        prepare=_POOLS,
-        frozen=INDEXER,
-        rotary_axes=3,
-    ),
-    trunk=TrunkTraits(
-        final_norm=None,
-        streams=Streams(
-            count="hc_count",
-            mixer="Qwen4ExpTextGatedResidual",
-            trunk_mixer="hyper_connection_mixer",
-            mixer_options={"use_combine": False},
-            joined=True,
-        ),
-        prepare=_POOLS,
-        recurrent=_DELTA_KERNELS,
-        needs_transformers="5.23",
-    ),
-    engines={"transformers": engines.NO_RECURRENT_ROLLBACK, "llama.cpp": no("its converter drops this head")},
-)
 
-QWEN = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP)
+QWEN = (
+    QWEN3_5,
+    replace(
+        QWEN3_5,
+        name="qwen3_5_moe",
+        title="Qwen3.5 / 3.6 / 3.8 MoE",
+        config_types=("qwen3_5_moe_text",),
+        keys=replace(layouts.EXPERTS_BESIDE_THE_TRUNK, trunk_prefixes=WRAPPED),
+        layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
+    ),
+    replace(
+        QWEN3_5,
+        name="qwen3_next",
+        title="Qwen3-Next",
+        config_types=("qwen3_next",),
+        declaration=Declaration(
+            # Releases lack the field. SGLang and llama.cpp assume 1; vLLM takes the depth from its command line.
+            implied=1,
+            others=(_INTERVAL,),
+        ),
+        keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
+        # A mixture of experts even if the trunk's first layers are dense.
+        layer=HeadLayer("qwen3_next", "Qwen3Next", config=layouts.every_layer_sparse),
+    ),
+    Family(
+        name="qwen4_exp",
+        title="Qwen4-Exp (Qwen3.8 Flash-Next)",
+        config_types=("qwen4_exp_text",),
+        declaration=_QWEN_DECLARATION,
+        keys=Keys(
+            trunk_prefixes=WRAPPED,
+            head_prefixes=("mtp.",),
+            rules=(
+                *layouts.key_rules(
+                    "mtp.",
+                    {
+                        "fc_embedding.weight": "token_proj.weight",
+                        "fc_hidden.weight": "hidden_proj.weight",
+                        "pre_fc_norm_embedding.weight": "embed_norm.weight",
+                        "pre_fc_norm_hidden.weight": "hidden_norm.weight",
+                        "hyper_connection_mixer.{rest}": "mixer.{rest}",
+                    },
+                ),
+                *layouts.key_rules(BESIDE_THE_TRUNK, {**layouts.experts(), **layouts.LAYER}),
+            ),
+        ),
+        # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer. With
+        # index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
+        # result differs only in texts longer than indexer_budget.
+        wiring=Wiring(
+            concat="sum",
+            final_norm=False,
+            default=engines.BEFORE_NORM,
+            conventions={"vllm": engines.BEFORE_NORM, "sglang": engines.BEFORE_NORM},
+        ),
+        layer=HeadLayer(
+            "qwen4_exp",
+            "Qwen4ExpText",
+            config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
+            prepare=_POOLS,
+            frozen=INDEXER,
+            rotary_axes=3,
+        ),
+        trunk=TrunkTraits(
+            final_norm=None,
+            streams=Streams(
+                count="hc_count",
+                mixer="Qwen4ExpTextGatedResidual",
+                trunk_mixer="hyper_connection_mixer",
+                mixer_options={"use_combine": False},
+                joined=True,
+            ),
+            prepare=_POOLS,
+            recurrent=_DELTA_KERNELS,
+            needs_transformers="5.23",
+        ),
+        engines={"transformers": engines.NO_RECURRENT_ROLLBACK, "llama.cpp": no("its converter drops this head")},
+    ),
+)
 """Listed in front of all other families."""
 
 
@@ -162,40 +162,6 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
     return layouts.dense_sliding(layouts.with_layers(text_config, num_modules, sliding_window=window), num_modules)
 
 
-EXAONE_MOE = Family(
-    name="exaone_moe",
-    title="K-EXAONE",
-    declaration=Declaration(others=("mtp_layer_types", "mtp_sliding_windows")),
-    keys=layouts.beside_the_trunk(),
-    wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
-    layer=HeadLayer("exaone_moe", "ExaoneMoe", config=_dense_with_rotary),
-    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
-)
-
-EXAONE4_5 = Family(
-    name="exaone4_5",
-    title="EXAONE 4.5",
-    declaration=Declaration(
-        # Releases have the count in the text config. vLLM reads it from the whole config, which lacks it, and takes 1.
-        implied=1,
-        others=("mtp_share_layers",),
-    ),
-    keys=layouts.beside_the_trunk(trunk_prefixes=("model.language_model.",)),
-    wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(
-        "exaone4",
-        "Exaone4",
-        # As in vLLM: the types of the trunk's first layers. In releases these are sliding, and only sliding layers use
-        # rotary embeddings.
-        config=lambda config, num_modules: layouts.with_layers(
-            config, num_modules, layer_types=config.layer_types[:num_modules]
-        ),
-    ),
-    trunk=TrunkTraits(only_with_vision=True),
-    engines={"sglang": no("has no class for this model"), "llama.cpp": engines.LLAMA_CPP_KEEPS},
-)
-
-
 def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # The defaults are transformers'.
     fields = text_config.to_dict()
@@ -205,54 +171,6 @@ def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
         layer_types=list(fields.get("mtp_layer_types") or ["sliding_attention"] * num_modules),
         mlp_layer_types=list(fields.get("mtp_mlp_layer_types") or ["sparse"] * num_modules),
     )
-
-
-MELLUM = Family(
-    name="mellum",
-    title="Mellum 2",
-    declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
-    keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
-    # vLLM runs transformers' own head.
-    wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer("mellum", "Mellum", config=_as_declared),
-    engines={
-        "transformers": engines.USE_MTP,
-        "sglang": no("loads the trunk and has no MTP for this model"),
-        "llama.cpp": no("has no graph for this head, and its converter refuses the head's keys"),
-    },
-)
-
-
-ERNIE4_5_MOE = Family(
-    name="ernie4_5_moe",
-    title="ERNIE-4.5 MoE",
-    keys=Keys(
-        head_prefixes=("model.mtp_",),
-        rules=layouts.key_rules(
-            "model.mtp_",
-            {
-                "linear_proj.{module}.weight": "proj.weight",
-                "emb_norm.{module}.weight": "embed_norm.weight",
-                "hidden_norm.{module}.weight": "hidden_norm.weight",
-                "block.{module}.{rest}": "layer.{rest}",
-            },
-        ),
-    ),
-    wiring=Wiring(
-        final_norm=False,
-        # vLLM's head rotates halves like Llama, vLLM's trunk rotates neighbouring channels, as both do here. vLLM's
-        # drafts differ from ours for this reason alone.
-        default=engines.ZERO_FIRST,
-        conventions={"vllm": engines.ZERO_FIRST, "sglang": engines.ZERO_FIRST},
-    ),
-    layer=HeadLayer(
-        "ernie4_5_moe",
-        "Ernie4_5_Moe",
-        # No layer of the head is sparse.
-        config=lambda config, num_modules: layouts.with_layers(config, num_modules, moe_layer_start_index=num_modules),
-    ),
-    engines={"llama.cpp": no("its converter drops this head")},
-)
 
 
 @contextmanager
@@ -344,37 +262,6 @@ def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx:
     return layer
 
 
-MINIMAX_M3 = Family(
-    name="minimax_m3",
-    title="MiniMax-M3",
-    config_types=("minimax_m3_vl_text",),
-    declaration=Declaration(count="num_mtp_modules"),
-    keys=Keys(
-        trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
-        head_prefixes=("{trunk}mtp.",),
-        rules=(
-            *layouts.key_rules(_MINIMAX, {**layouts.ENDS, **layouts.FINAL_NORM}),
-            *layouts.key_rules(f"{_MINIMAX}transformer_layer.", _MINIMAX_LAYER),
-        ),
-        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {**_MINIMAX_DENSE, **_MINIMAX_LAYER}),
-        wrapper_names={
-            "vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
-            "multi_modal_projector.merge_linear_": "patch_merge_mlp.linear_",
-        },
-    ),
-    wiring=Wiring(default=_RAW_STATE, conventions={"vllm": _RAW_STATE}),
-    layer=HeadLayer(
-        "minimax_m3_vl",
-        "MiniMaxM3VL",
-        config=layouts.layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
-        build_layer=_with_block_indexer,
-        frozen=INDEXER,
-    ),
-    trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.23"),
-    engines={"sglang": no("has no MTP for this model"), "llama.cpp": no("has no graph for this head")},
-)
-
-
 MIMO = Family(
     name="mimo",
     title="MiMo-7B",
@@ -409,42 +296,6 @@ MIMO = Family(
     },
 )
 
-MIMO_V2 = Family(
-    name="mimo_v2_flash",
-    title="MiMo-V2-Flash",
-    declaration=Declaration(
-        # Engines hard-code the number: llama.cpp and SGLang run 3 modules, vLLM runs the first one.
-        count=None,
-        implied=3,
-    ),
-    keys=Keys(
-        head_prefixes=("model.mtp.",),
-        rules=layouts.key_rules(
-            "model.mtp.layers.{module}.",
-            {
-                **layouts.ENDS,
-                **layouts.FINAL_NORM,
-                "pre_mlp_layernorm.weight": "layer.post_attention_layernorm.weight",
-                "self_attn.attention_sink_bias": "layer.self_attn.sinks",
-                **layouts.LAYER,
-            },
-        ),
-    ),
-    wiring=Wiring(
-        # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
-        # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
-        default=engines.BEFORE_NORM,
-        conventions={
-            "vllm": Convention(modules="first"),
-            "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
-            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
-        },
-    ),
-    layer=HeadLayer("mimo_v2_flash", "MiMoV2Flash", config=layouts.dense_sliding),
-    # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
-    engines={"llama.cpp": engines.LLAMA_CPP_SIDECAR},
-)
-
 
 _PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
@@ -476,58 +327,6 @@ def _unlimited_time_steps(decoder: Any) -> None:
     for layer in decoder.layers:
         if layer.block_type == "linear_attention":
             layer.mixer.time_step_limit = (0.0, math.inf)
-
-
-NEMOTRON_H = Family(
-    name="nemotron_h",
-    title="Nemotron-H / Nemotron 3",
-    declaration=Declaration(others=_PATTERN),
-    keys=Keys(
-        trunk_prefixes=("backbone.", "model."),
-        embed="{trunk}embeddings.weight",
-        head_prefixes=("mtp.",),
-        rules=(
-            *layouts.key_rules("mtp.layers.0.", layouts.ENDS),
-            *layouts.key_rules("mtp.layers.{last}.", layouts.FINAL_NORM),
-            *layouts.key_rules(
-                "mtp.layers.{sub}.",
-                {
-                    "mixer.experts.{expert}.up_proj.weight": "layer.layers.{sub}.mixer.experts.up_proj",
-                    "mixer.experts.{expert}.down_proj.weight": "layer.layers.{sub}.mixer.experts.down_proj",
-                    "{rest}": "layer.layers.{sub}.{rest}",
-                },
-            ),
-        ),
-        num_sublayers=_num_sublayers,
-    ),
-    wiring=Wiring(
-        # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
-        conventions={**engines.ALIKE, "llama.cpp": Convention(centred=True)},
-    ),
-    layer=HeadLayer(
-        "nemotron_h",
-        "NemotronH",
-        config=lambda config, num_modules: layouts.with_layers(
-            config, num_modules, layers_block_type=list(config.mtp_layers_block_type)
-        ),
-        layer="Block",
-        rotary=None,
-        build_layer=lambda classes, config, layer_idx: _LayersInTurn(
-            [classes.stock_layer(config, number) for number in range(len(config.layers_block_type))]
-        ),
-    ),
-    trunk=TrunkTraits(
-        final_norm="norm_f",
-        prepare=_unlimited_time_steps,
-        recurrent=RecurrentKernels(
-            chunked="mamba2_chunk_scan",
-            single="mamba2_selective_state_update",
-            rule="mamba2",
-        ),
-        needs_transformers="5.23",
-    ),
-    engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
-)
 
 
 _INKLING_LAYER = {
@@ -605,65 +404,256 @@ def _prepare_trunk(decoder: Any) -> None:
             attention.rel_logits_proj = RelativeProfiles(stock, floor, config.log_scaling_alpha)
 
 
-INKLING = Family(
-    name="inkling",
-    title="Inkling",
-    # The releases' text config has no model_type; their outer config has the second one.
-    config_types=("inkling_text", "inkling_mm_model"),
-    declaration=Declaration(section="mtp_config", repeated_as="num_mtp_layers"),
-    keys=Keys(
-        trunk_prefixes=("model.llm.", "model."),
-        embed="{trunk}embed.weight",
-        lm_head="model.llm.unembed.weight",
-        embed_norm="{trunk}embed_norm.weight",
-        head_prefixes=("model.mtp.",),
-        rules=(
-            *layouts.key_rules(
-                "model.mtp.",
+FAMILIES = (
+    MIMO,
+    Family(
+        name="mimo_v2_flash",
+        title="MiMo-V2-Flash",
+        declaration=Declaration(
+            # Engines hard-code the number: llama.cpp and SGLang run 3 modules, vLLM runs the first one.
+            count=None,
+            implied=3,
+        ),
+        keys=Keys(
+            head_prefixes=("model.mtp.",),
+            rules=layouts.key_rules(
+                "model.mtp.layers.{module}.",
                 {
-                    "layers.{module}.input_proj.weight": "proj.weight",
-                    "layers.{module}.embed_norm.weight": "embed_norm.weight",
-                    "layers.{module}.hidden_norm.weight": "hidden_norm.weight",
-                    "chain_norm.weight": "final_norm.weight",
+                    **layouts.ENDS,
+                    **layouts.FINAL_NORM,
+                    "pre_mlp_layernorm.weight": "layer.post_attention_layernorm.weight",
+                    "self_attn.attention_sink_bias": "layer.self_attn.sinks",
+                    **layouts.LAYER,
                 },
             ),
-            *layouts.key_rules(
-                "model.mtp.layers.{module}.transformer_block.",
-                {**_INKLING_LAYER, "mlp.{rest}": "layer.mlp.{rest}"},
+        ),
+        wiring=Wiring(
+            # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
+            # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
+            default=engines.BEFORE_NORM,
+            conventions={
+                "vllm": Convention(modules="first"),
+                "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
+                "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
+            },
+        ),
+        layer=HeadLayer("mimo_v2_flash", "MiMoV2Flash", config=layouts.dense_sliding),
+        # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
+        engines={"llama.cpp": engines.LLAMA_CPP_SIDECAR},
+    ),
+    Family(
+        name="nemotron_h",
+        title="Nemotron-H / Nemotron 3",
+        declaration=Declaration(others=_PATTERN),
+        keys=Keys(
+            trunk_prefixes=("backbone.", "model."),
+            embed="{trunk}embeddings.weight",
+            head_prefixes=("mtp.",),
+            rules=(
+                *layouts.key_rules("mtp.layers.0.", layouts.ENDS),
+                *layouts.key_rules("mtp.layers.{last}.", layouts.FINAL_NORM),
+                *layouts.key_rules(
+                    "mtp.layers.{sub}.",
+                    {
+                        "mixer.experts.{expert}.up_proj.weight": "layer.layers.{sub}.mixer.experts.up_proj",
+                        "mixer.experts.{expert}.down_proj.weight": "layer.layers.{sub}.mixer.experts.down_proj",
+                        "{rest}": "layer.layers.{sub}.{rest}",
+                    },
+                ),
+            ),
+            num_sublayers=_num_sublayers,
+        ),
+        wiring=Wiring(
+            # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
+            conventions={**engines.ALIKE, "llama.cpp": Convention(centred=True)},
+        ),
+        layer=HeadLayer(
+            "nemotron_h",
+            "NemotronH",
+            config=lambda config, num_modules: layouts.with_layers(
+                config, num_modules, layers_block_type=list(config.mtp_layers_block_type)
+            ),
+            layer="Block",
+            rotary=None,
+            build_layer=lambda classes, config, layer_idx: _LayersInTurn(
+                [classes.stock_layer(config, number) for number in range(len(config.layers_block_type))]
             ),
         ),
-        trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _INKLING_LAYER),
-    ),
-    wiring=Wiring(
-        concat="hidden_first",
-        final_norm=False,
-        chain_norm="chain_hidden_post_norm",
-        conventions={"vllm": Convention(), "sglang": Convention()},
-    ),
-    layer=HeadLayer(
-        "inkling",
-        "Inkling",
-        config=_inkling_head_layer_config,
-        rotary=None,
-        prepare=_prepare_layer,
-        masks_of_distances=True,
-    ),
-    trunk=TrunkTraits(
-        stand_in=TrunkClass(model_type="inkling_text", wrapper="inkling_mm_model"),
-        prepare=_prepare_trunk,
-        logit_divisor=lambda config: config["logits_mup_width_multiplier"],
-        real_vocab="unpadded_vocab_size",
-        needs_transformers="5.23",
-    ),
-    engines={
-        "transformers": remarked(
-            engines.USE_MTP, "; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts"
+        trunk=TrunkTraits(
+            final_norm="norm_f",
+            prepare=_unlimited_time_steps,
+            recurrent=RecurrentKernels(
+                chunked="mamba2_chunk_scan",
+                single="mamba2_selective_state_update",
+                rule="mamba2",
+            ),
+            needs_transformers="5.23",
         ),
-        "llama.cpp": no("has no graph for this model"),
-    },
-)
-
-FAMILIES = (
-    *(MIMO, MIMO_V2, NEMOTRON_H, EXAONE_MOE, EXAONE4_5),
-    *(ERNIE4_5_MOE, LONGCAT_FLASH, MINIMAX_M3, INKLING, MELLUM),
+        engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
+    ),
+    Family(
+        name="exaone_moe",
+        title="K-EXAONE",
+        declaration=Declaration(others=("mtp_layer_types", "mtp_sliding_windows")),
+        keys=layouts.beside_the_trunk(),
+        wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
+        layer=HeadLayer("exaone_moe", "ExaoneMoe", config=_dense_with_rotary),
+        engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
+    ),
+    Family(
+        name="exaone4_5",
+        title="EXAONE 4.5",
+        declaration=Declaration(
+            # Releases have the count in the text config. vLLM reads it from the whole config, which lacks it, and takes
+            # 1.
+            implied=1,
+            others=("mtp_share_layers",),
+        ),
+        keys=layouts.beside_the_trunk(trunk_prefixes=("model.language_model.",)),
+        wiring=Wiring(conventions={"vllm": Convention()}),
+        layer=HeadLayer(
+            "exaone4",
+            "Exaone4",
+            # As in vLLM: the types of the trunk's first layers. In releases these are sliding, and only sliding layers
+            # use rotary embeddings.
+            config=lambda config, num_modules: layouts.with_layers(
+                config, num_modules, layer_types=config.layer_types[:num_modules]
+            ),
+        ),
+        trunk=TrunkTraits(only_with_vision=True),
+        engines={"sglang": no("has no class for this model"), "llama.cpp": engines.LLAMA_CPP_KEEPS},
+    ),
+    Family(
+        name="ernie4_5_moe",
+        title="ERNIE-4.5 MoE",
+        keys=Keys(
+            head_prefixes=("model.mtp_",),
+            rules=layouts.key_rules(
+                "model.mtp_",
+                {
+                    "linear_proj.{module}.weight": "proj.weight",
+                    "emb_norm.{module}.weight": "embed_norm.weight",
+                    "hidden_norm.{module}.weight": "hidden_norm.weight",
+                    "block.{module}.{rest}": "layer.{rest}",
+                },
+            ),
+        ),
+        wiring=Wiring(
+            final_norm=False,
+            # vLLM's head rotates halves like Llama, vLLM's trunk rotates neighbouring channels, as both do here. vLLM's
+            # drafts differ from ours for this reason alone.
+            default=engines.ZERO_FIRST,
+            conventions={"vllm": engines.ZERO_FIRST, "sglang": engines.ZERO_FIRST},
+        ),
+        layer=HeadLayer(
+            "ernie4_5_moe",
+            "Ernie4_5_Moe",
+            # No layer of the head is sparse.
+            config=lambda config, num_modules: layouts.with_layers(
+                config, num_modules, moe_layer_start_index=num_modules
+            ),
+        ),
+        engines={"llama.cpp": no("its converter drops this head")},
+    ),
+    LONGCAT_FLASH,
+    Family(
+        name="minimax_m3",
+        title="MiniMax-M3",
+        config_types=("minimax_m3_vl_text",),
+        declaration=Declaration(count="num_mtp_modules"),
+        keys=Keys(
+            trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
+            head_prefixes=("{trunk}mtp.",),
+            rules=(
+                *layouts.key_rules(_MINIMAX, {**layouts.ENDS, **layouts.FINAL_NORM}),
+                *layouts.key_rules(f"{_MINIMAX}transformer_layer.", _MINIMAX_LAYER),
+            ),
+            trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, {**_MINIMAX_DENSE, **_MINIMAX_LAYER}),
+            wrapper_names={
+                "vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
+                "multi_modal_projector.merge_linear_": "patch_merge_mlp.linear_",
+            },
+        ),
+        wiring=Wiring(default=_RAW_STATE, conventions={"vllm": _RAW_STATE}),
+        layer=HeadLayer(
+            "minimax_m3_vl",
+            "MiniMaxM3VL",
+            config=layouts.layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
+            build_layer=_with_block_indexer,
+            frozen=INDEXER,
+        ),
+        trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.23"),
+        engines={"sglang": no("has no MTP for this model"), "llama.cpp": no("has no graph for this head")},
+    ),
+    Family(
+        name="inkling",
+        title="Inkling",
+        # The releases' text config has no model_type; their outer config has the second one.
+        config_types=("inkling_text", "inkling_mm_model"),
+        declaration=Declaration(section="mtp_config", repeated_as="num_mtp_layers"),
+        keys=Keys(
+            trunk_prefixes=("model.llm.", "model."),
+            embed="{trunk}embed.weight",
+            lm_head="model.llm.unembed.weight",
+            embed_norm="{trunk}embed_norm.weight",
+            head_prefixes=("model.mtp.",),
+            rules=(
+                *layouts.key_rules(
+                    "model.mtp.",
+                    {
+                        "layers.{module}.input_proj.weight": "proj.weight",
+                        "layers.{module}.embed_norm.weight": "embed_norm.weight",
+                        "layers.{module}.hidden_norm.weight": "hidden_norm.weight",
+                        "chain_norm.weight": "final_norm.weight",
+                    },
+                ),
+                *layouts.key_rules(
+                    "model.mtp.layers.{module}.transformer_block.",
+                    {**_INKLING_LAYER, "mlp.{rest}": "layer.mlp.{rest}"},
+                ),
+            ),
+            trunk_rules=layouts.key_rules(AFTER_THE_TRUNK, _INKLING_LAYER),
+        ),
+        wiring=Wiring(
+            concat="hidden_first",
+            final_norm=False,
+            chain_norm="chain_hidden_post_norm",
+            conventions={"vllm": Convention(), "sglang": Convention()},
+        ),
+        layer=HeadLayer(
+            "inkling",
+            "Inkling",
+            config=_inkling_head_layer_config,
+            rotary=None,
+            prepare=_prepare_layer,
+            masks_of_distances=True,
+        ),
+        trunk=TrunkTraits(
+            stand_in=TrunkClass(model_type="inkling_text", wrapper="inkling_mm_model"),
+            prepare=_prepare_trunk,
+            logit_divisor=lambda config: config["logits_mup_width_multiplier"],
+            real_vocab="unpadded_vocab_size",
+            needs_transformers="5.23",
+        ),
+        engines={
+            "transformers": remarked(
+                engines.USE_MTP, "; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts"
+            ),
+            "llama.cpp": no("has no graph for this model"),
+        },
+    ),
+    Family(
+        name="mellum",
+        title="Mellum 2",
+        declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
+        keys=layouts.EXPERTS_BESIDE_THE_TRUNK,
+        # vLLM runs transformers' own head.
+        wiring=Wiring(conventions={"vllm": Convention()}),
+        layer=HeadLayer("mellum", "Mellum", config=_as_declared),
+        engines={
+            "transformers": engines.USE_MTP,
+            "sglang": no("loads the trunk and has no MTP for this model"),
+            "llama.cpp": no("has no graph for this head, and its converter refuses the head's keys"),
+        },
+    ),
 )
