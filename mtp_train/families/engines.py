@@ -68,11 +68,6 @@ SGLANG = EngineSupport(
     True,
     f"python -m sglang.launch_server --model-path {{path}} --speculative-algorithm NEXTN {SGLANG_DRAFTS}",
 )
-LLAMA_CPP = EngineSupport(
-    True,
-    "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
-    "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-)
 
 
 def _sidecar(options: str) -> EngineSupport:
@@ -97,14 +92,10 @@ def use_mtp_named(pattern: str) -> EngineSupport:
     return EngineSupport(True, named.replace("{", "{{").replace("}", "}}"))
 
 
-_GGUF_FRONT_END = EngineSupport(
-    None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
-)
 UNVERIFIED = EngineSupport(None, "not verified by this project")
 NO_RECURRENT_ROLLBACK = EngineSupport(
     False, "generate(use_mtp=True) refuses models with recurrent state; the trunk itself loads"
 )
-HEAD_IGNORED = EngineSupport(False, "loads the trunk and ignores the head")
 
 
 def no(reason: str) -> EngineSupport:
@@ -139,11 +130,17 @@ LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
 _DEFAULTS: Mapping[str, EngineSupport] = {
     "vllm": VLLM,
     "sglang": SGLANG,
-    "llama.cpp": LLAMA_CPP,
-    "ollama / lm studio": _GGUF_FRONT_END,
+    "llama.cpp": EngineSupport(
+        True,
+        "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+        "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+    ),
+    "ollama / lm studio": EngineSupport(
+        None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
+    ),
     "mlx": UNVERIFIED,
     "exllamav3": UNVERIFIED,
-    "transformers": HEAD_IGNORED,
+    "transformers": EngineSupport(False, "loads the trunk and ignores the head"),
 }
 """Every engine with its support for heads that have no entry of their own, in the order in which tables list them."""
 

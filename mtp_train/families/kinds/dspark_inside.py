@@ -61,12 +61,6 @@ def _stages(config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     return make(config, len(read))
 
 
-_LAST = {
-    **weights({"norm": "norm.1", "confidence_head.proj": "confidence_head.proj"}),
-    **weights({f"markov_head.{one}": f"markov_head.{one}" for one in ("markov_w1", "markov_w2")}),
-    **{f"hc_head_{one}": f"norm.0.hc_{one}" for one in ("fn", "base", "scale")},
-}
-
 DEEPSEEK_V4_DSPARK = replace(
     DEEPSEEK_V4,
     name="deepseek_v4_dspark",
@@ -79,7 +73,14 @@ DEEPSEEK_V4_DSPARK = replace(
         num_sublayers=lambda config: len(config[LAYERS_READ]),
         rules=(
             *key_rules("mtp.0.", weights({"main_proj": "fc", "main_norm": "hidden_norm"})),
-            *key_rules("mtp.{last}.", _LAST),
+            *key_rules(
+                "mtp.{last}.",
+                {
+                    **weights({"norm": "norm.1", "confidence_head.proj": "confidence_head.proj"}),
+                    **weights({f"markov_head.{one}": f"markov_head.{one}" for one in ("markov_w1", "markov_w2")}),
+                    **{f"hc_head_{one}": f"norm.0.hc_{one}" for one in ("fn", "base", "scale")},
+                },
+            ),
             *(
                 replace(
                     rule,

@@ -25,32 +25,31 @@ from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
 _USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
-# transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
-_USE_MTP_UNSCALED = remarked(
-    _USE_MTP_TOLD, "; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted"
-)
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
     "class names, which transformers' own class does not"
 )
-_NO_SGLANG = no("has no head for this model")
 _NO_LLAMA_CPP = no("has no graph for this head")
 
 
 def transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
     """Return the engines' table of a head that vLLM, SGLang and llama.cpp do not load."""
-    return {"transformers": transformers, "vllm": _NO_VLLM, "sglang": _NO_SGLANG, "llama.cpp": _NO_LLAMA_CPP}
+    return {
+        "transformers": transformers,
+        "vllm": _NO_VLLM,
+        "sglang": no("has no head for this model"),
+        "llama.cpp": _NO_LLAMA_CPP,
+    }
 
 
 _TRANSFORMERS_ONLY = transformers_only(_USE_MTP_TOLD)
-_UNSCALED = transformers_only(_USE_MTP_UNSCALED)
-_OURS_ONLY = transformers_only(no("builds a head only where the config calls the norms' epsilon rms_norm_eps"))
-_DECLARATION = Declaration(
-    count="num_mtp_layers",
-    # transformers needs the kinds of a head's layers if the trunk's layers are of several kinds.
-    beside={"mtp_layer_types": ["full_attention"]},
-    others=("mtp_layer_types",),
+# transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
+_UNSCALED = transformers_only(
+    remarked(
+        _USE_MTP_TOLD, "; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted"
+    )
 )
+_OURS_ONLY = transformers_only(no("builds a head only where the config calls the norms' epsilon rms_norm_eps"))
 
 
 def _full_attention(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -78,9 +77,18 @@ def attached(
         config: ``HeadLayer.config``.
         **parts: Further fields of :class:`Family`. Without ``engines``, transformers alone loads the head.
     """
-    stored = {"declaration": _DECLARATION, "keys": layouts.beside_the_trunk(), "engines": _TRANSFORMERS_ONLY}
-    layer = HeadLayer(model or model_type, prefix, config=config)
-    return Family(name=model_type, title=title, attached=True, **{**stored, "layer": layer, **parts})
+    usual = {
+        "declaration": Declaration(
+            count="num_mtp_layers",
+            # transformers needs the kinds of a head's layers if the trunk's layers are of several kinds.
+            beside={"mtp_layer_types": ["full_attention"]},
+            others=("mtp_layer_types",),
+        ),
+        "keys": layouts.beside_the_trunk(),
+        "layer": HeadLayer(model or model_type, prefix, config=config),
+        "engines": _TRANSFORMERS_ONLY,
+    }
+    return Family(name=model_type, title=title, attached=True, **{**usual, **parts})
 
 
 LLAMA = attached("llama", "Llama 2 / 3", "Llama")
