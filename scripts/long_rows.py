@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> None:
     """Measure the heads on each held-out page, and print the means over pages with their intervals."""
     checkpoint = open_location(str(options.model))
     tokenizer = load_tokenizer(checkpoint)
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.bfloat16)
+    trunk = load_trunk(checkpoint, dtype=torch.bfloat16)
     heads = {}
     for arm in ARMS:
         if (options.out / arm / "head").is_dir():

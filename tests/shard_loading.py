@@ -24,12 +24,13 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from cpu_shards import pretend_to_have_gpus
 from json_files import write_json
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.shard import layer_sharder
 from mtp_train.train.stopping import leave
 from mtp_train.trunk.load import Trunk, load_trunk
-from tiny import family_of, tiny_trunk
+from tiny import tiny_trunk
 
 TIED, HALF = ", tied", ", bfloat16"
 """Ends of a case's name, which begins with the family's."""
@@ -99,19 +100,19 @@ def change_one(trunk: Trunk) -> str:
     return name
 
 
-def sharded_afterwards(directory: Path, name: str, dtype: torch.dtype, peak: Peak) -> Trunk:
+def sharded_afterwards(directory: Path, dtype: torch.dtype, peak: Peak) -> Trunk:
     """Load a whole trunk, then shard its layers: what processes did before, and still do with an adapter."""
     with peak.watching():
-        trunk = load_trunk(directory, family_of(name), dtype=dtype)
+        trunk = load_trunk(open_checkpoint(directory), dtype=dtype)
     for layer in trunk.layers:
         fully_shard(layer, reshard_after_forward=True)
     return trunk
 
 
-def sharded_while_loading(directory: Path, name: str, dtype: torch.dtype, peak: Peak, accelerator: Any) -> Trunk:
+def sharded_while_loading(directory: Path, dtype: torch.dtype, peak: Peak, accelerator: Any) -> Trunk:
     """Load a trunk in shards."""
     with peak.watching():
-        return load_trunk(directory, family_of(name), dtype=dtype, on_layer=layer_sharder(accelerator))
+        return load_trunk(open_checkpoint(directory), dtype=dtype, on_layer=layer_sharder(accelerator))
 
 
 def whole_bytes(module: nn.Module) -> int:
@@ -127,8 +128,8 @@ def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str
         save_stripped(whole, directory / case)
     accelerator.wait_for_everyone()
     before, now = Peak(), Peak()
-    expected = sharded_afterwards(directory / case, name, dtype, before)
-    found = sharded_while_loading(directory / case, name, dtype, now, accelerator)
+    expected = sharded_afterwards(directory / case, dtype, before)
+    found = sharded_while_loading(directory / case, dtype, now, accelerator)
     unequal = differences(found, expected)
     return {
         "differences": unequal,
@@ -149,12 +150,14 @@ def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str
     path, is_last = directory / case, accelerator.process_index == accelerator.num_processes - 1
     if is_last:
         path = Path(shutil.copytree(path, directory / "damaged"))
+    checkpoint = open_checkpoint(path)
+    if is_last:
         file = next(path.glob("*.safetensors"))
         os.truncate(file, file.stat().st_size - 64)
     said = "no error"
     try:
         with accelerator.failing_together():
-            load_trunk(path, family_of(case), dtype=torch.float32, on_layer=layer_sharder(accelerator))
+            load_trunk(checkpoint, dtype=torch.float32, on_layer=layer_sharder(accelerator))
     except CheckpointError as error:
         said = str(error)
     return accelerator.gather_items([said])

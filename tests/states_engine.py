@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.trunk.load import load_trunk
 from openai_server import Reply
-from tiny import family_of
 
 Edit = Callable[[Any], Any]
 Compute = Callable[[list[int]], tuple[Tensor, list[int]]]
@@ -68,9 +68,9 @@ class Engine:
         return Reply(body=json.dumps(self.reply(document)).encode())
 
 
-def states_of(checkpoint: Path, family_name: str, layers: Sequence[int], num_fewer: int = 0) -> Compute:
+def states_of(checkpoint: Path, layers: Sequence[int], num_fewer: int = 0) -> Compute:
     """Return the states of a trunk: before some layers, and before the final norm or a layer above."""
-    trunk = load_trunk(checkpoint, family_of(family_name), dtype="float32")
+    trunk = load_trunk(open_checkpoint(checkpoint), dtype="float32")
     decoder, found = trunk.decoder, dict[int, Tensor]()
     inputs = [*decoder.layers, decoder.get_submodule(trunk.family.trunk.final_norm)]
     numbers = [*layers, len(inputs) - 1 - num_fewer]

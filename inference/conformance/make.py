@@ -109,7 +109,7 @@ def make(name: str, made: Made, trunk: Path) -> Iterator[Path | None]:
 
 def expected(checkpoint: Checkpoint, draft: Path | None) -> list[dict[str, Any]]:
     """Return texts with the drafts after each of their tokens, by wiring."""
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     generator = torch.Generator().manual_seed(SEED)
     chain = Chain.of_trunk(trunk, NOISE)
     # Every other text goes on from words in no order, where a small mistake changes drafts.

@@ -93,8 +93,7 @@ class OpenModel:
     def load_trunk(self, device: torch.device, dtype: torch.dtype | None = None) -> Trunk:
         """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory."""
         return load_trunk(
-            self.checkpoint.path,
-            self.family,
+            self.checkpoint,
             dtype=dtype or trunk_dtype(self.checkpoint, device),
             device=device,
             adapter=self.adapter,

@@ -82,8 +82,10 @@ class HeadLayer:
     """None if the layers take no position embeddings."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the layers are built from."""
-    build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
-    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is built."""
+    build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] = lambda classes, config, layer_idx: (
+        classes.stock_layer(config, layer_idx)
+    )
+    """Builds the head's layer from this record, the config and the module index; by default ``layer``."""
     prepare: Callable[[Any], object] = lambda layer: None
     """Called once on a built layer, to replace modules that are wrong for a head, or for windows of several rows."""
     frozen: str | None = None
@@ -113,10 +115,7 @@ class HeadLayer:
         return self.cls(self.prefix + self.layer)(config, layer_idx)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        if self.build_layer is not None:
-            layer = self.build_layer(self, config, layer_idx)
-        else:
-            layer = self.stock_layer(config, layer_idx)
+        layer = self.build_layer(self, config, layer_idx)
         self.prepare(layer)
         if self.frozen is not None:
             layer.get_submodule(self.frozen).requires_grad_(False)
@@ -268,8 +267,8 @@ class TrunkTraits:
     """Classes that load the trunk, if transformers lacks the model type or would load more than the language model."""
     only_with_vision: bool = False
     """Whether transformers has the trunk only inside of a vision-language model, which is then loaded whole."""
-    loading: Callable[[Collection[str]], AbstractContextManager[None]] | None = None
-    """Checkpoint keys to a context in which transformers loads the trunk. None: no context is needed."""
+    loading: Callable[[Collection[str]], AbstractContextManager[Any]] = nullcontext
+    """Checkpoint keys to the context in which transformers loads the trunk."""
     prepare: Callable[[nn.Module], None] = lambda decoder: None
     """Called once on a loaded decoder, to replace modules that give wrong results for windows of several rows."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext

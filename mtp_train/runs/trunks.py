@@ -251,13 +251,11 @@ def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = Fals
     together = accelerator.failing_together() if to_shard else nullcontext()
     with together, shown_loading(run.progress, model.trunk, inputs.finetune.num_bytes):
         return load_trunk(
-            inputs.finetune.path,
-            inputs.finetune.family,
+            inputs.finetune,
             dtype=dtype,
             device=device,
             adapter=inputs.adapter,
             quantization=model.quantization,
-            trust_remote_code=inputs.finetune.trusts_code,
             on_layer=on_layer,
         )
 

@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ from mtp_train.checkpoints.adapter import (
     read_adapter,
     refuse_embedded_adapter,
 )
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
-    MODELOPT_FILE,
     QUANTISATION,
     SCALE_SUFFIXES,
     method_of,
@@ -126,8 +125,8 @@ class Trunk(Ends):
         super().__init__(model, family, is_view=is_view)
         self.offloaded = False
         """Whether the layers' weights are in main memory between forwards, see :meth:`offload_layers`."""
-        self._of_layers: dict[int, Tensor] = {}
-        self._before_norm: Tensor | None = None
+        self._kept: dict[int | None, Tensor] = {}
+        """Inputs of a forward's parts: of layers by their number, and under None of the final norm."""
         self._hooks: list[RemovableHandle] = []
         if not is_view:
             self.listen()
@@ -155,24 +154,26 @@ class Trunk(Ends):
         # device already.
         return self if self.offloaded else super()._apply(fn, recurse)
 
-    def _keep_norm_input(self, _norm: nn.Module, inputs: tuple[Tensor]) -> None:
-        (state,) = inputs
-        # Residual streams are concatenated where they are not yet: (B, T, streams, D) becomes (B, T, width).
-        self._before_norm = state if self._mixer is None else state.flatten(2)
+    def _keep_input(self, place: int | None, _part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        state = inputs[0]
+        if self._mixer is not None:
+            # Drafters read the mean of a layer's residual streams. Before the norm, streams are concatenated where they
+            # are not yet: (B, T, streams, D) becomes (B, T, width).
+            state = state.flatten(2) if place is None else state.mean(dim=2)
+        self._kept[place] = state
 
     def listen(self) -> None:
         """Register the hooks that record the inputs of :meth:`last_state` in the decoder's forwards."""
         if self.family.reads_before_norm:
             norm = self._final_norm if self._mixer is None else self._mixer
-            self._hooks.append(norm.register_forward_pre_hook(self._keep_norm_input))
+            self._hooks.append(norm.register_forward_pre_hook(partial(self._keep_input, None)))
 
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.shown_layers = ()
-        self._before_norm = None
-        self._of_layers.clear()
+        self._kept.clear()
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
         new = set(layers).difference(self.shown_layers)
@@ -180,26 +181,19 @@ class Trunk(Ends):
         # What follows the last layer reads its output.
         readers = [*self.layers, self._mixer]
         for index in new:
-            hook = readers[index].register_forward_pre_hook(partial(self._keep_layer_input, index))
+            hook = readers[index].register_forward_pre_hook(partial(self._keep_input, index))
             self._hooks.append(hook)
-
-    def _keep_layer_input(self, index: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        # Drafters read the mean of residual streams.
-        self._of_layers[index] = inputs[0] if self._mixer is None else inputs[0].mean(dim=2)
 
     def last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder.
 
         It is the input of the final norm where the family's heads may read that, and its output otherwise.
         """
-        state: Tensor = output.last_hidden_state if self._before_norm is None else self._before_norm
-        self._before_norm = None
-        if self.shown_layers:
-            # A model on several devices leaves each layer's input on that layer's device.
-            shown = [self._of_layers[index].to(state.device) for index in self.shown_layers]
-            state = torch.cat([state, *shown], dim=-1)
-            self._of_layers.clear()
-        return state
+        kept, self._kept = self._kept, {}
+        state: Tensor = kept.get(None, output.last_hidden_state)
+        # A model on several devices leaves each layer's input on that layer's device.
+        shown = [kept[index].to(state.device) for index in self.shown_layers]
+        return torch.cat([state, *shown], dim=-1) if shown else state
 
     @without_cudnn_attention()
     @without_packed_rows()
@@ -272,64 +266,53 @@ def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _loading(
-    path: Path,
-    family: Family,
-    config: PretrainedConfig,
-    device: torch.device,
-    on_layer: OnLayer,
-) -> Iterator[None]:
-    """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
-    _require_quantizer(path, family, config)
-    if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
-        checkpoint = open_checkpoint(path)
-        layout = layout_of(checkpoint, family)
-        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not layout.is_head_key(key)))
-    with ExitStack() as stack:
-        if family.trunk.loading is not None:
-            stack.enter_context(family.trunk.loading(open_checkpoint(path).tensors))
-        if on_layer is not None:
-            stack.enter_context(loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False))))
+def _loading(checkpoint: Checkpoint, device: torch.device, on_layer: OnLayer) -> Iterator[None]:
+    """Prepare transformers' loader for a checkpoint, and name damaged files."""
+    method = quant_method(checkpoint.config)
+    _require_quantizer(checkpoint)
+    if device.type == "cpu" and method == "fp8":
+        is_head = layout_of(checkpoint).is_head_key
+        require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not is_head(key)))
+    handing_over: AbstractContextManager[None] = nullcontext()
+    if on_layer is not None:
+        handing_over = loading_layer_by_layer(lambda layer: on_layer(layer.requires_grad_(False)))
+    with checkpoint.family.trunk.loading(checkpoint.tensors), handing_over:
         try:
             yield
         except ImportError as error:
-            if (method := quant_method(config.to_dict())) is None:
+            if method is None:
                 raise
             raise CheckpointError(
-                f"{path}: transformers cannot load weights packed with {method} ({one_line(error):.300}); "
+                f"{checkpoint.path}: transformers cannot load weights packed with {method} ({one_line(error):.300}); "
                 "expected its package. Install it, or use the unquantised checkpoint."
             ) from error
         except SafetensorError as error:
             raise CheckpointError(
-                f"{path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. Restore the "
-                "original files."
+                f"{checkpoint.path}: a file of the trunk cannot be read ({error}); expected whole safetensors files. "
+                "Restore the original files."
             ) from error
 
 
-def _require_quantizer(path: Path, family: Family, config: PretrainedConfig) -> None:
+def _require_quantizer(checkpoint: Checkpoint) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
-    fields = config.to_dict()
-    settings = quant_settings(fields)
-    is_declared = settings or "compression_config" in fields or (path / MODELOPT_FILE).is_file()
-    if not is_declared or (settings and AutoHfQuantizer.supports_quant_method(settings)):
+    settings, is_head = quant_settings(checkpoint.config), layout_of(checkpoint).is_head_key
+    if settings and AutoHfQuantizer.supports_quant_method(settings):
         return
-    checkpoint = open_checkpoint(path)
-    is_head = layout_of(checkpoint, family).is_head_key
     if packed := [key for key in packed_keys(checkpoint.tensors) if not is_head(key)]:
         raise CheckpointError(
-            f"{path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
+            f"{checkpoint.path}: {packed[0]} is packed with {method_of(checkpoint)}, which transformers does not read "
             f"({len(packed)} such tensors); expected one of its methods, or plain weights. Use the unquantised "
             "checkpoint, or serve this one: mtp-train inspect prints the commands."
         )
 
 
-def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dtype | str) -> None:
+def _cast_beside_fp8(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype | str) -> None:
     """Cast the unquantised weights of an FP8 checkpoint: transformers leaves them in their stored dtype.
 
     Without this, a trunk in fp32 on a CPU has a bf16 embedding before its dequantised layers. Weights of
     compressed-tensors are unpacked to the dtype of their scales.
     """
-    if not isinstance(dtype, torch.dtype) or quant_method(config.to_dict()) not in ("fp8", "compressed-tensors"):
+    if not isinstance(dtype, torch.dtype) or quant_method(checkpoint.config) not in ("fp8", "compressed-tensors"):
         return
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_DTYPES and not name.endswith(SCALE_SUFFIXES):
@@ -337,20 +320,18 @@ def _cast_beside_fp8(model: nn.Module, config: PretrainedConfig, dtype: torch.dt
 
 
 def load_trunk(
-    path: Path,
-    family: Family,
+    checkpoint: Checkpoint,
     *,
     dtype: torch.dtype | str,
     device: torch.device | str = "cpu",
     adapter: Path | None = None,
     quantization: Quantization | None = None,
-    trust_remote_code: bool = False,
     on_layer: OnLayer = None,
 ) -> Trunk:
     """Load the language model of a checkpoint, frozen and in eval mode.
 
     Args:
-        path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
+        checkpoint: Of a vision-language wrapper, the text model is loaded.
         dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
@@ -358,16 +339,17 @@ def load_trunk(
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.
     """
+    family, path, trusts = checkpoint.family, checkpoint.path, checkpoint.trusts_code
     refuse_embedded_adapter(path)
-    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    config = trunk_config(path, family, trust_remote_code=trusts)
+    given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trusts}
     # Only when set: transformers treats an explicit None as "unquantised" and skips the packed weights.
     if quantization is not None:
-        empty = empty_trunk(config, family, trust_remote_code=trust_remote_code).causal_lm
+        empty = empty_trunk(config, family, trust_remote_code=trusts).causal_lm
         given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given["device_map"] = {"": device}
-    with quiet_loading(), _loading(path, family, config, torch.device(device), on_layer):
+    with quiet_loading(), _loading(checkpoint, torch.device(device), on_layer):
         model, info = _trunk_class(family).from_pretrained(
             path,
             output_loading_info=True,
@@ -380,7 +362,7 @@ def load_trunk(
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors unpacks the weights in the first forward of the whole model, which we do not run.
         model.hf_quantizer.compressor.decompress_model(model)
-    _cast_beside_fp8(model, config, dtype)
+    _cast_beside_fp8(model, checkpoint, dtype)
     avoid_cpu_kernel(model)
     if adapter is not None:
         model = put_on(model, adapter)
@@ -405,9 +387,8 @@ def load_ends(
     Raises:
         CheckpointError: A tensor is missing, or has another shape than by the config; or the lm_head is packed.
     """
-    family, path = checkpoint.family, checkpoint.path
+    family, path, trusts = checkpoint.family, checkpoint.path, checkpoint.trusts_code
     layout = layout_of(checkpoint)
-    trusts = checkpoint.trusts_code
     config = as_plain(trunk_config(path, family, trust_remote_code=trusts))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
     changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))

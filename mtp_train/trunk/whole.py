@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,9 +199,8 @@ def _match(checkpoint: Checkpoint, model: Any, plain: Iterable[str]) -> tuple[tu
         key: torch.empty(quantised.plain_shape(key, checkpoint.tensors), device="meta").as_subclass(_Shape)
         for key in plain
     }
-    loading = checkpoint.family.trunk.loading or nullcontext
     try:
-        with quiet_loading(), loading(checkpoint.tensors):
+        with quiet_loading(), checkpoint.family.trunk.loading(checkpoint.tensors):
             _, info = type(model).from_pretrained(
                 None,
                 config=as_plain(model.config),

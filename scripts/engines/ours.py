@@ -47,7 +47,7 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, dr
     """
     found = None if draft is None else draft_model(open_checkpoint(draft))
     plan = graft_plan(checkpoint, checkpoint, convention) if found is None else draft_plan(found, checkpoint)
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype)
+    trunk = load_trunk(checkpoint, dtype=dtype)
     return Subject(trunk, build_head(plan, text_config_of(checkpoint), dtype=dtype).eval())
 
 

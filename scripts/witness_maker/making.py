@@ -244,7 +244,7 @@ def add_head(directory: Path, kind: str, out: Path, *, num_steps: int, seed: int
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     checkpoint = open_checkpoint(directory)
-    trunk = load_trunk(directory, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     chain = Chain.of_trunk(trunk, NOISE)
     if kind == "dflash":
         return make_block_drafter(checkpoint, trunk, out, chain, num_steps, generator)

@@ -13,10 +13,10 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from json_files import read_json
 from launching import CPU_SHARDS, metrics, outcome, start
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.trunk.load import load_trunk
 from openai_server import Served, openai_server, served_by
 from runs import Capture, document, overrides_of, refusal, write_recipe
-from tiny import family_of
 
 EOS = int(byte_tokenizer().eos_token_id)
 # Greedily: a server draws its own random numbers.
@@ -25,7 +25,7 @@ WRITTEN = {"max_new_tokens": 6, "temperature": 0.0}
 
 @contextmanager
 def serving(checkpoint: Path) -> Iterator[Served]:
-    with openai_server(served_by(load_trunk(checkpoint, family_of("qwen3_5"), dtype="float32"), [EOS])) as served:
+    with openai_server(served_by(load_trunk(open_checkpoint(checkpoint), dtype="float32"), [EOS])) as served:
         yield served
 
 

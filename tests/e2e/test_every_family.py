@@ -126,7 +126,7 @@ def inspected(capfd: Capture, checkpoint: Path, *more: object) -> Any:
 def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
     checkpoint = open_checkpoint(path)
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     head = own_head(checkpoint)
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):

@@ -20,10 +20,10 @@ import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from json_files import read_json, write_json
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.tokenizer import chat_prompt_tokens
 from mtp_train.cli.main import DRAFT_STYLE, main
 from mtp_train.errors import printable
-from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from plain_decoding import plain_greedy
 from runs import Capture, document, refusal
@@ -46,7 +46,7 @@ def texts(found: list[dict[str, Any]]) -> list[Any]:
 
 def test_generate_prints_new_tokens_of_every_prompt_and_consistent_counters(run_dir: Path, capfd: Capture) -> None:
     tokenizer = byte_tokenizer()
-    trunk = load_trunk(run_dir / "export", FAMILIES[0], dtype=torch.float32)
+    trunk = load_trunk(open_checkpoint(run_dir / "export"), dtype=torch.float32)
     found = requests([run_dir / "export", "--depth", 3], capfd)
     assert len(found) == len(PROMPTS)
     for prompt, one in zip(PROMPTS, found, strict=True):
@@ -146,7 +146,7 @@ def test_a_conversation_reads_its_turns_from_stdin(
     tokenizer = byte_tokenizer()
     said = [("user", "say 1"), ("assistant", alone["text"]), ("user", "say 4")]
     prompt = chat_prompt_tokens(tokenizer, [{"role": role, "content": text} for role, text in said], "")
-    trunk = load_trunk(run_dir / "export", FAMILIES[0], dtype=torch.float32)
+    trunk = load_trunk(open_checkpoint(run_dir / "export"), dtype=torch.float32)
     assert turns[1]["token_ids"] == plain_greedy(trunk, prompt, 24, {tokenizer.eos_token_id})
     # The line that a run ends with.
     rows = str(mtp.RunResult(0, "", "", "done", run_dir)).splitlines()

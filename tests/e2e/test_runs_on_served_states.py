@@ -16,6 +16,7 @@ from safetensors.torch import load
 
 from launching import CPU_SHARDS, DDP, FSDP2, Setup, assert_same_lines, cases, head, metrics, outcome, start
 from mtp_train.answers.states import StatesServer
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.runs import served_states, trunks
 from mtp_train.runs.check import check
@@ -25,7 +26,6 @@ from mtp_train.trunk.load import load_trunk
 from openai_server import Reply, ReplyFn, openai_server
 from runs import overrides_of, write_headless, write_inputs, write_recipe
 from states_engine import Engine, states_of
-from tiny import family_of
 
 Capture = pytest.CaptureFixture[str]
 
@@ -72,7 +72,7 @@ def make_case(directory: Path, family_name: str, **settings: Any) -> Case:
         write_inputs(directory, family_name)
     recipe = write_recipe(directory / "recipe.yaml", directory, here, **UNJUDGED, **settings)
     assert main(["run", str(recipe)]) == 0
-    return Case(recipe, Engine(directory / "states", states_of(directory / "finetune", family_name, layers)), here)
+    return Case(recipe, Engine(directory / "states", states_of(directory / "finetune", layers)), here)
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,10 @@ def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_rig
     what: str, one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
     run_dir, trunk = tmp_path / "run", one.here.with_name("base" if what == "model" else "finetune")
-    wrong = Engine(tmp_path / "wrong", states_of(trunk, FAMILY, [], num_fewer=what == "layer"))
+    wrong = Engine(tmp_path / "wrong", states_of(trunk, [], num_fewer=what == "layer"))
     wrong.fingerprints = itertools.repeat("of something else")
     if what == "norm":
-        wrong.states = load_trunk(trunk, family_of(FAMILY), dtype="float32").of_last_layer
+        wrong.states = load_trunk(open_checkpoint(trunk), dtype="float32").of_last_layer
     assert one.run(run_dir, wrong)[0] == 2
     assert re.search(r"prefers .* at [0-9]?[0-8]\.\d% of \d+ positions, and a far one at ", capfd.readouterr().err)
     assert {path.name for path in run_dir.iterdir()} == CLAIMED

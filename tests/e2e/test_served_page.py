@@ -113,7 +113,7 @@ def test_the_page_s_commands_train_a_head_of_three_layers_of_a_served_trunk(
 def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: Path) -> None:
     """In fp32, for texts of one token, of more than a block, and in between; after some layers and the last one."""
     checkpoint = open_checkpoint(Path(MODEL))
-    trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     middle, last = len(trunk.layers) // 2, len(trunk.layers)
     recipe = {"run_dir": str(tmp_path / "run"), "model.trunk": MODEL, "model.head_from": None, "head.kind": "eagle3"}
     recipe |= {"head.init": "random", "data.sources.0.path": str(chats(tmp_path / "chats.jsonl"))}

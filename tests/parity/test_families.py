@@ -77,7 +77,7 @@ class Built(NamedTuple):
 
 def load(path: Path) -> Built:
     checkpoint = open_checkpoint(path)
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     return Built(trunk, own_head(checkpoint), path)
 
 

@@ -112,7 +112,7 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
     trunk = Trunk(AutoModelForCausalLM.from_config(trunk.config), trunk.family)
     checkpoint = open_checkpoint(pack_experts(save_stripped(trunk, tmp_path / "trunk")))
     config = text_config_of(checkpoint)
-    loaded = load_trunk(checkpoint.path, checkpoint.family, dtype=torch.float32)
+    loaded = load_trunk(checkpoint, dtype=torch.float32)
     head = build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
     theirs, ours = loaded.layers[1].state_dict(), head.blocks[0].layer.state_dict()
     assert holds(ours, theirs) == (start == "copy_last_layer")

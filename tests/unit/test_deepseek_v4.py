@@ -63,7 +63,7 @@ def packed(path: Path) -> dict[str, Tensor]:
 
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
     checkpoint = open_checkpoint(path)
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     return trunk, own_head(checkpoint)
 
 

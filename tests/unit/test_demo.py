@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def trunk(finetune: Checkpoint) -> Trunk:
-    return load_trunk(finetune.path, finetune.family, dtype=torch.float32)
+    return load_trunk(finetune, dtype=torch.float32)
 
 
 # The checkpoints

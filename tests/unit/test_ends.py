@@ -53,7 +53,7 @@ def test_ends_are_those_of_the_whole_trunk(
 ) -> None:
     path = save_stripped(tiny_trunk(family_name, tied=tied), tmp_path / "trunk")
     checkpoint = open_checkpoint(path)
-    whole = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    whole = load_trunk(checkpoint, dtype=torch.float32)
     read = calls_of(monkeypatch, Checkpoint, "read")
     assert_equal(load_ends(checkpoint, dtype=torch.float32), whole)
     assert not [key for _, key in read if key.startswith(f"{layout_of(checkpoint).trunk_prefix}layers.")]
@@ -68,7 +68,7 @@ def test_an_adapter_s_embedding_replaces_the_trunk_s(tmp_path: Path) -> None:
     without = outputs(load_ends(checkpoint, dtype=torch.float32))
     assert torch.equal(outputs(load_ends(checkpoint, dtype=torch.float32, adapter=plain))["embed"], without["embed"])
     adapter = tmp_path / "saved"
-    whole = load_trunk(path, checkpoint.family, dtype=torch.float32, adapter=adapter)
+    whole = load_trunk(checkpoint, dtype=torch.float32, adapter=adapter)
     found = outputs(load_ends(checkpoint, dtype=torch.float32, adapter=adapter))
     assert not torch.equal(found["embed"], without["embed"])
     assert holds(found, outputs(whole))

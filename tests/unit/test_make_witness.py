@@ -37,6 +37,6 @@ def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_
     experts_VK = checkpoint.read("layers.0.ffn.gate.tid2eid")
     assert set(experts_VK.flatten().tolist()) == set(range(8))
     assert bool((experts_VK[:, 0] != experts_VK[:, 1]).all())
-    trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     assert trunk.config.layer_types[1] == "compressed_sparse_attention"
     assert all(checkpoint.read(key).isfinite().all() for key in checkpoint.tensors)

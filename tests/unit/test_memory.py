@@ -76,7 +76,7 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
     judged = tiny_recipe(pristine, new_run, model__dtype="float32")
     gathered = gather_inputs(judged, 1, quiet_progress(), judges=True)
     run = Run(judged, RunDirectory(new_run), gathered, accelerator, quiet_progress())
-    trunk = load_trunk(pristine / "finetune", gathered.finetune.family, dtype="float32")
+    trunk = load_trunk(gathered.finetune, dtype="float32")
     weights = sum(one.numel() for one in trunk.parameters())
     for size, refused in ((4 * weights, True), (20 * weights, False)):
         monkeypatch.setattr(trunks, "device_named", lambda _, size=size: Device("small", "cuda", size))

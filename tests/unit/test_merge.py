@@ -162,7 +162,7 @@ def test_an_adapter_finds_the_released_names_of_a_text_model_inside_a_wrapper(
     base = with_head(tmp_path, "inkling")
 
     def loaded(path: Path) -> Any:
-        return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32).causal_lm
+        return load_trunk(open_checkpoint(path), dtype=torch.float32).causal_lm
 
     targets = ["q_proj", "r_proj", "o_proj", "down_proj", "lm_head"]
     model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))

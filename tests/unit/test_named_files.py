@@ -63,8 +63,7 @@ def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
     expected, text = all_tensors(base), generated(base, capfd)
     nest(base, directory)
     assert same(all_tensors(base), expected)
-    opened = open_checkpoint(base)
-    embedding = load_trunk(base, opened.family, dtype="auto").causal_lm.get_input_embeddings().weight
+    embedding = load_trunk(open_checkpoint(base), dtype="auto").causal_lm.get_input_embeddings().weight
     assert torch.equal(embedding, expected["model.embed_tokens.weight"])
     assert document(["inspect", base], capfd)["status"] == "healthy"
     assert generated(base, capfd) == text

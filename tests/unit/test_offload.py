@@ -57,10 +57,10 @@ def test_what_moves_a_model_leaves_offloaded_layers_alone() -> None:
 def test_an_adapter_is_offloaded_with_the_layers_that_wear_it(tmp_path: Path) -> None:
     path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
     write_adapter(path, tmp_path / "lora", target_modules=["q_proj", "down_proj"])
-    family = open_checkpoint(path).family
+    checkpoint = open_checkpoint(path)
     tokens_BT = torch.tensor([random_prompt(9)])
-    trunk = load_trunk(path, family, dtype=torch.float32, adapter=tmp_path / "lora")
-    plain = load_trunk(path, family, dtype=torch.float32).hidden(tokens_BT)
+    trunk = load_trunk(checkpoint, dtype=torch.float32, adapter=tmp_path / "lora")
+    plain = load_trunk(checkpoint, dtype=torch.float32).hidden(tokens_BT)
     expected = trunk.hidden(tokens_BT)
     assert not torch.equal(plain, expected)
     assert torch.equal(offloaded(trunk).hidden(tokens_BT), expected)

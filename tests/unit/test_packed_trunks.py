@@ -133,7 +133,7 @@ def test_what_bitsandbytes_saved_is_grafted_and_decoded(
     document(["graft", tmp_path / "saved", "--from", base, "--out", out], capfd)
     # A list takes the place of transformers' own, which names the output matrix.
     assert "lm_head" in quantisation(out)["llm_int8_skip_modules"]
-    trunk = load_trunk(out, open_checkpoint(base).family, dtype=torch.float32)
+    trunk = load_trunk(open_checkpoint(out), dtype=torch.float32)
     assert torch.equal(trunk.lm_head_VD, model.lm_head.weight)
     for part in model.modules():
         part.support_avx512bf16_for_cpu = False
@@ -219,7 +219,7 @@ def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message
         pytest.skip("gptqmodel reads it")
     pack_trunk(base, form)
     with pytest.raises(CheckpointError, match=message):
-        load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
+        load_trunk(open_checkpoint(base), dtype=torch.float32)
 
 
 # A head in plain floats that the exceptions lack

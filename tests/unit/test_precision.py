@@ -213,7 +213,7 @@ def test_the_plan_counts_weights_that_are_converted(
     inputs = write_inputs(tmp_path / "in")
     recipe = tiny_recipe(inputs, tmp_path / "run", model__dtype=held, train__precision=computed)
     memory = check(recipe, processes=1).memory
-    trunk = load_trunk(inputs / "finetune", open_checkpoint(inputs / "finetune").family, dtype=torch.float32)
+    trunk = load_trunk(open_checkpoint(inputs / "finetune"), dtype=torch.float32)
     layer = max(sum(weight.numel() for weight in one.parameters()) for one in trunk.layers)
     head = sum(weight.numel() for weight in tiny_head(trunk).parameters() if weight.ndim > 1)
     assert memory.converted_bytes == expected(trunk.lm_head_VD.numel(), layer, head)

@@ -233,7 +233,7 @@ def test_a_trunk_in_fp8_runs_as_the_weights_it_stands_for(family_name: str, dtyp
     reference = Path(shutil.copytree(base, tmp_path / "reference"))
     plain = in_bf16_and_fp8(base, r"layers\.\d+\.(self_attn|mlp)\..*_proj\.weight")
     save_tensors(plain, reference / SINGLE_FILE)
-    found, expected = (load_trunk(path, open_checkpoint(path).family, dtype=dtype) for path in (base, reference))
+    found, expected = (load_trunk(open_checkpoint(path), dtype=dtype) for path in (base, reference))
     # Not all in `dtype`: transformers keeps the routers of many mixtures in fp32, from 5.24.
     assert [value.dtype for value in found.parameters()] == [value.dtype for value in expected.parameters()]
     tokens_1T = torch.arange(9)[None]
@@ -246,7 +246,7 @@ def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(base: Path) -> None
     quantise(base, re.escape(key), {**FP8, "weight_block_size": [32, 32]})
     rewrite(base, lambda tensors: tensors.update({f"{key}_scale_inv": torch.ones(2, 1)}))
     with pytest.raises(CheckpointError, match=rf"{key} is \[48, 32\] in FP8, in blocks of 32 x 32; expected whole"):
-        load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
+        load_trunk(open_checkpoint(base), dtype=torch.float32)
 
 
 def test_scales_that_do_not_fit_are_refused(base: Path, finetune: Path, out: Path, capfd: Capture) -> None:

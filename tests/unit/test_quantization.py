@@ -38,8 +38,7 @@ WIDTH = 64
 def packed(directory: Path, family_name: str, quantization: Quantization | None) -> Trunk:
     if not (directory / "base").exists():
         save_stripped(tiny_trunk(family_name, width=WIDTH), directory / "base")
-    family = open_checkpoint(directory / "base").family
-    return load_trunk(directory / "base", family, dtype=torch.float32, quantization=quantization)
+    return load_trunk(open_checkpoint(directory / "base"), dtype=torch.float32, quantization=quantization)
 
 
 def products_in(quantization: Quantization) -> torch.dtype:
@@ -133,7 +132,7 @@ def test_the_kernel_of_other_cpus_takes_every_layer_in_4_bits(
 
 def test_a_trunk_of_which_nothing_can_be_packed_is_refused(base: Path) -> None:
     with pytest.raises(CheckpointError, match=r"base: no linear layer that can be packed into 4bit; expected one with"):
-        load_trunk(base, open_checkpoint(base).family, dtype=torch.float32, quantization="4bit")
+        load_trunk(open_checkpoint(base), dtype=torch.float32, quantization="4bit")
 
 
 def use_what_is_packed(plain: nn.Module, linear: dict[str, nn.Linear]) -> None:

@@ -113,7 +113,7 @@ def peak_of(trunk: Trunk, num_tokens: int, num_documents: int, num_starts: int |
 @pytest.fixture(scope="module")
 def demo() -> Trunk:
     path = demo_path("base")
-    return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32)
+    return load_trunk(open_checkpoint(path), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("num_starts", [None, 256])

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import core_model_loading
 
 from checkpoints import save_stripped, save_tensors
-from mtp_train.checkpoints.files import SINGLE_FILE
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
 from mtp_train.runs import trunks
 from mtp_train.train.head_training import HeadTraining
@@ -157,7 +157,7 @@ def test_each_layer_is_handed_over_before_the_next_one_is_read(tmp_path: Path) -
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter[:1].clone(), requires_grad=False))
 
-    loaded = load_trunk(path, trunk.family, dtype=torch.float32, on_layer=take)
+    loaded = load_trunk(open_checkpoint(path), dtype=torch.float32, on_layer=take)
     assert shapes == [{name: one.shape for name, one in layer.named_parameters()} for layer in trunk.layers]
     # The parts are as they were left: nothing was initialised or loaded once more.
     for ours, theirs in zip(loaded.layers, trunk.layers, strict=True):
@@ -180,13 +180,13 @@ def test_a_layer_that_is_not_whole_is_not_handed_over(change: str, tmp_path: Pat
     save_tensors(tensors, path / SINGLE_FILE)
     taken: list[nn.Module] = []
     with pytest.raises(CheckpointError, match=r"layers\.1\.input_layernorm\.weight"):
-        load_trunk(path, trunk.family, dtype=torch.float32, on_layer=taken.append)
+        load_trunk(open_checkpoint(path), dtype=torch.float32, on_layer=taken.append)
     assert len(taken) == len(trunk.layers) - 1
 
 
 def test_a_broken_load_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    path = save_stripped(trunk, tmp_path / "trunk")
+    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
+    checkpoint = open_checkpoint(path)
     stock = core_model_loading.set_param_for_module
 
     def fail(_layer: nn.Module) -> None:
@@ -196,13 +196,13 @@ def test_a_broken_load_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monke
         if asked is not None:
             monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", asked)
         with pytest.raises(KeyboardInterrupt):
-            load_trunk(path, trunk.family, dtype=torch.float32, on_layer=fail)
+            load_trunk(checkpoint, dtype=torch.float32, on_layer=fail)
         assert core_model_loading.set_param_for_module is stock
         assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == asked
     size = (path / SINGLE_FILE).stat().st_size
     os.truncate(path / SINGLE_FILE, size - 64)
     with pytest.raises(CheckpointError, match=r"a file of the trunk cannot be read .*; expected whole safetensors"):
-        load_trunk(path, trunk.family, dtype=torch.float32)
+        load_trunk(checkpoint, dtype=torch.float32)
 
 
 PLAIN: dict[str, Any] = {"adapter": None, "quantization": None, "config": {}}

@@ -40,7 +40,7 @@ TOKENS_1T = torch.arange(9)[None]
 
 
 def load(path: Path, adapter: Path | None = None) -> Trunk:
-    return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32, adapter=adapter)
+    return load_trunk(open_checkpoint(path), dtype=torch.float32, adapter=adapter)
 
 
 def test_a_transformers_too_old_for_a_family_is_named_before_it_reads_the_config(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_trunk_that_lost_a_layer_on_purpose_gets_the_head_of_the_whole_one(
     model.save_pretrained(tmp_path / "pruned")
     graft(tmp_path / "pruned", whole, out)
     assert inspect(out, whole).status == "healthy"
-    trunks = [load_trunk(path, open_checkpoint(path).family, dtype="auto") for path in (out, tmp_path / "pruned")]
+    trunks = [load_trunk(open_checkpoint(path), dtype="auto") for path in (out, tmp_path / "pruned")]
     tokens_1T = torch.arange(5)[None]
     torch.testing.assert_close(*(trunk.hidden(tokens_1T) for trunk in trunks), rtol=0, atol=0)
     found, expected = map(head_weights, (out, whole))
@@ -194,10 +194,10 @@ def test_a_trunk_that_lost_a_layer_on_purpose_gets_the_head_of_the_whole_one(
 )
 def test_loading_refuses_a_trunk_that_is_not_whole(damage: Callable[[Path], None], message: str, base: Path) -> None:
     opened = open_checkpoint(base)
-    load_trunk(base, opened.family, dtype="auto")
+    load_trunk(opened, dtype="auto")
     damage(base)
     with pytest.raises(CheckpointError, match=message):
-        load_trunk(base, opened.family, dtype="auto")
+        load_trunk(opened, dtype="auto")
 
 
 def test_a_launch_with_zero_3_is_checked_like_any_other(base: Path) -> None:

@@ -38,7 +38,7 @@ AROUND = {
 
 
 def loaded(path: Path, **settings: Path) -> Trunk:
-    return load_trunk(path, open_checkpoint(path).family, dtype=torch.float32, **settings)
+    return load_trunk(open_checkpoint(path), dtype=torch.float32, **settings)
 
 
 @pytest.mark.parametrize("tied", [False, True])
