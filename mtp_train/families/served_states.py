@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-_ALL_EXPERTS = dict.fromkeys(
-    ("ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen2_moe"),
-    "TransformersMoEForCausalLM",
-)
-_DENSE = dict.fromkeys(("cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "glm4"), "TransformersForCausalLM")
-THROUGH_TRANSFORMERS: Mapping[str, str] = _ALL_EXPERTS | _DENSE
+THROUGH_TRANSFORMERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen2_moe"),
+        "TransformersMoEForCausalLM",
+    ),
+    **dict.fromkeys(("cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "glm4"), "TransformersForCausalLM"),
+}
 """Model types whose own class in vLLM returns no states, to vLLM's class that runs transformers' layers.
 ``--model-impl transformers`` also selects that class, but vLLM refuses it together with these states."""
 
