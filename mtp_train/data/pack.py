@@ -20,7 +20,7 @@ import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -126,19 +126,16 @@ def global_batches(
     Args:
         num_starts: The number of start rows that count in each sequence, see :func:`with_starts`; None for all.
     """
-    lengths_N, starts = token_counts(documents), [0]
-
-    @lru_cache(maxsize=1)
-    def assigned(epoch: int) -> list[list[int]]:
-        return assign(lengths_N, seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+    starts = [0]
+    assigned = lru_cache(maxsize=1)(partial(assign, token_counts(documents), seq_len_tokens, pack=pack, seed=seed))
 
     def members(index: int) -> list[int]:
         """Return the documents of a sequence, counted over all epochs."""
         # Epochs differ in their number of sequences: the start of one is known once all earlier ones are packed.
         while starts[-1] <= index:
-            starts.append(starts[-1] + len(assigned(len(starts) - 1)))
+            starts.append(starts[-1] + len(assigned(epoch=len(starts) - 1)))
         epoch = bisect_right(starts, index) - 1
-        return assigned(epoch)[index - starts[epoch]]
+        return assigned(epoch=epoch)[index - starts[epoch]]
 
     lock = threading.Lock()
 

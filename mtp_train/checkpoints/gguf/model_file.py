@@ -404,9 +404,5 @@ def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> Pen
     """Return a tensor under its GGUF name; rows of queries and keys in the order of llama.cpp's rotary embedding."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     num_heads = next((int(config[field]) for part, field in heads.items() if f".{part}." in key), None)
-
-    def blocks() -> list[Tensor]:
-        value = draft.read(key)
-        return [value if num_heads is None else paired(value, num_heads)]
-
-    return replace(stored_tensor(draft, key, _DRAFT_NAMES[key]), blocks=blocks)
+    stored = stored_tensor(draft, key, _DRAFT_NAMES[key])
+    return stored if num_heads is None else replace(stored, blocks=lambda: [paired(draft.read(key), num_heads)])

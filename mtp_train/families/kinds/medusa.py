@@ -14,7 +14,7 @@ from mtp_train.families.engines import Convention, no, remarked
 from mtp_train.families.kinds.kind import Block, DraftFormat, DraftParts
 from mtp_train.families.kinds.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.layouts import key_rules
-from mtp_train.families.spec import Family, RawConfig, Wiring
+from mtp_train.families.spec import Family, Wiring
 
 
 class ResidualBlock(nn.Module):
@@ -41,20 +41,6 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _config(
-    layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
-) -> dict[str, Any]:
-    return {
-        "model_type": "medusa",
-        "hidden_size": layer_config.hidden_size,
-        "num_heads": num_modules,
-        "num_hidden_layers": 1,
-        "medusa_fc_bias": True,
-        "original_lm_head": True,
-        "truncated_vocab_size": layer_config.vocab_size,
-    }
-
-
 MEDUSA = DraftParts(
     prefixes=("blocks.",),
     rules=key_rules("blocks.", {"{module}.layers.0.{rest}": "layer.linear.{rest}"}),
@@ -66,7 +52,15 @@ MEDUSA = DraftParts(
     other_engines=no("has no Medusa"),
     format=DraftFormat(
         written_as=("MedusaModel",),
-        config=_config,
+        config=lambda layer_config, num_modules, trunk, num_drafted: {
+            "model_type": "medusa",
+            "hidden_size": layer_config.hidden_size,
+            "num_heads": num_modules,
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": True,
+            "original_lm_head": True,
+            "truncated_vocab_size": layer_config.vocab_size,
+        },
         modules_field="num_heads",
         # vLLM 0.32 has code for a list of tokens, and then reports the list as missing: none is written.
         drafted_field="truncated_vocab_size",
