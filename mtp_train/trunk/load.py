@@ -403,7 +403,13 @@ def load_ends(
             "keeps them, as most do."
         )
     whole: Any = type(empty_trunk(config, family, trust_remote_code=trusts).causal_lm)
-    with quiet_loading(), replacing(whole, __init__=_initialised_without_layers(whole.__init__)):
+    initialise = whole.__init__
+
+    def without_layers(self: Any, *args: Any, **named: Any) -> None:
+        initialise(self, *args, **named)
+        self.get_decoder().layers = nn.ModuleList()
+
+    with quiet_loading(), replacing(whole, __init__=without_layers):
         model, info = whole.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -417,14 +423,6 @@ def as_plain(config: PretrainedConfig) -> PretrainedConfig:
         if hasattr(part, QUANTISATION):
             delattr(part, QUANTISATION)
     return config
-
-
-def _initialised_without_layers(initialise: Callable[..., None]) -> Callable[..., None]:
-    def without_layers(self: Any, *args: Any, **named: Any) -> None:
-        initialise(self, *args, **named)
-        self.get_decoder().layers = nn.ModuleList()
-
-    return without_layers
 
 
 def _changed_ends(checkpoint: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, PendingTensor]:
