@@ -51,10 +51,10 @@ STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 """Of the list of models and the counters, which a server has at hand."""
-FINAL = frozenset({401, 403, 404, 405, *range(300, 400)})
+FINAL = {401, 403, 404, 405, *range(300, 400)}
 """HTTP statuses with which a server refuses every prompt. Redirects are not followed: prompts and key are for the
 address that the user named."""
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which the same request may succeed."""
 
 

@@ -180,7 +180,7 @@ def read_adapter(path: Path) -> Adapter:
             f"{path / ADAPTER_CONFIG_FILE}: peft cannot read it ({type(error).__name__}: {one_line(error):.300}); "
             "expected the config of a LoRA adapter. Restore the original, or save the adapter again."
         ) from error
-    return Adapter(stored, pairs, replacements, saved, bool(stored.config.get("ensure_weight_tying")))
+    return Adapter(stored, pairs, replacements, saved, stored.config.get("ensure_weight_tying", False))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -358,7 +358,7 @@ class _Plan:
         """Numbers of rows of the tensors whose vocabulary the adapter's training resized."""
         self._ends = (layout.embed_key, layout.lm_head_key)
         tied = source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings"))
-        self._tied = bool(tied) or self.home(LM_HEAD) is None
+        self._tied = tied or self.home(LM_HEAD) is None
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == layout.embed_key for name in names)
 

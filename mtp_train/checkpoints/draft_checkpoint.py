@@ -48,7 +48,7 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
         artifact.draft_config
         if stored.config is None
         else {
-            "architectures": list(stored.written_as),
+            "architectures": stored.written_as,
             "vocab_size": layer_config.vocab_size,
             "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
             **stored.config(

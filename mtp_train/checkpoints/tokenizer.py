@@ -191,7 +191,7 @@ def render_chat(
             f"{where}: the chat template fails on it ({type(error).__name__}: {error!s:.300}); expected messages that "
             "it can write. Fix or remove the record, or correct chat_template.jinja in the trunk."
         ) from error
-    return str(text)
+    return text
 
 
 def _require_free(tokenizer: PreTrainedTokenizerBase, variables: Variables, where: str) -> None:

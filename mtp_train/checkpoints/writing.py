@@ -91,7 +91,7 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor], metadata: Ma
     offset = 0
     for pending in tensors:
         end = offset + pending.info("").num_bytes
-        header[pending.key] = {"dtype": pending.dtype, "shape": list(pending.shape), "data_offsets": [offset, end]}
+        header[pending.key] = {"dtype": pending.dtype, "shape": pending.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)

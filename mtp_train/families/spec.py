@@ -376,7 +376,7 @@ class Family:
         """Return the width of the hidden states that the head reads and recycles."""
         streams = self.trunk.streams
         count = 1 if streams is None else text_config.to_dict()[streams.count]
-        return int(count * text_config.hidden_size)
+        return count * text_config.hidden_size
 
     @property
     def reads_keys(self) -> bool:
@@ -389,15 +389,15 @@ class Family:
 
     def vocab_size(self, text_config: PretrainedConfig) -> int:
         """Return the number of tokens, without rows that pad the output matrix."""
-        return int(text_config.to_dict()[self.trunk.real_vocab or "vocab_size"])
+        return text_config.to_dict()[self.trunk.real_vocab or "vocab_size"]
 
     def has_chain_norm(self, text_config: PretrainedConfig) -> bool:
         """Return whether one norm follows every module."""
-        return self.wiring.chain_norm is not None and bool(text_config.to_dict()[self.wiring.chain_norm])
+        return self.wiring.chain_norm is not None and text_config.to_dict()[self.wiring.chain_norm]
 
     def divisor(self, text_config: PretrainedConfig) -> float | None:
         """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
-        return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
+        return None if self.trunk.logit_divisor is None else self.trunk.logit_divisor(text_config.to_dict())
 
     def serving_of(self, config: RawConfig) -> dict[str, EngineSupport]:
         """Return every engine with its support for the head of a checkpoint with this config."""
@@ -462,4 +462,4 @@ class Family:
         """Return the number of head modules that a raw config declares, or that engines assume if it has no count."""
         declared = self.declaration
         place = raw_text_config(config) if declared.section is None else config.get(declared.section) or {}
-        return int(place.get(declared.count, declared.implied) or 0) if declared.count is not None else declared.implied
+        return int(place.get(declared.count or "", declared.implied) or 0)

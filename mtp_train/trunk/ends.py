@@ -118,7 +118,7 @@ class Ends(nn.Module):
 
     @property
     def _keys_start(self) -> int:
-        return self._last_width + len(self.shown_layers) * int(self.config.hidden_size)
+        return self._last_width + len(self.shown_layers) * self.config.hidden_size
 
     @property
     def config(self) -> PretrainedConfig:

@@ -116,7 +116,7 @@ def trunk_dtype(checkpoint: Checkpoint, device: torch.device, asked: str = "auto
 
 def main_memory_bytes() -> int:
     """Return the memory of this machine in bytes, or the limit of its control group where that is less."""
-    total = int(psutil.virtual_memory().total)
+    total = psutil.virtual_memory().total
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:

@@ -50,7 +50,7 @@ _SLIDING = "sliding_attention"
 
 
 def _kinds(config: RawConfig) -> list[str]:
-    modules = list(config.get("mtp_layer_types") or [_SLIDING] * config[NUM_MODULES])
+    modules = config.get("mtp_layer_types") or [_SLIDING] * config[NUM_MODULES]
     return [*config["layer_types"], *modules[: config[NUM_MODULES]]]
 
 
@@ -403,7 +403,7 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
             "hyper_connection.sinkhorn_iterations": whole("hc_sinkhorn_iters"),
             "hyper_connection.epsilon": real("hc_eps"),
             # The first layers route by token id.
-            "hash_layer_count": lambda config: list(config["mlp_layer_types"]).count("hash_moe"),
+            "hash_layer_count": lambda config: config["mlp_layer_types"].count("hash_moe"),
         },
     ),
 }

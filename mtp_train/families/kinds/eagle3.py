@@ -73,7 +73,7 @@ class Eagle3Module(Block):
 def _reading_two(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer = classes.stock_layer(config, layer_idx)
     # Only third-party checkpoints set it; ours omit it.
-    adds_normed = bool(config.to_dict().get("norm_before_residual"))
+    adds_normed = config.to_dict().get("norm_before_residual")
     return Eagle3Layer(layer, classes.make_norm(config), adds_normed=adds_normed)
 
 

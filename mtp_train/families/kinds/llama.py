@@ -92,12 +92,12 @@ _HYBRID = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 # Families that vLLM serves through transformers' own classes.
 _BACKEND = {"olmo2", "olmo3", "smollm3", "seed_oss", "hunyuan_v1_dense"}
 # Families and vision-language wrappers for which an engine passes the states between the trunk's layers to a head.
-STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "mistral3", "qwen2", "phi3", "granite"})
-STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text", "gemma3"})
-STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID, "mixtral"})
+STATES_IN_VLLM = {*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "mistral3", "qwen2", "phi3", "granite"}
+STATES_IN_SGLANG = {*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text", "gemma3"}
+STATES_IN_LLAMA_CPP = {*_EVERYWHERE, *_HYBRID, "mixtral"}
 # Families for which an engine passes the last hidden state to a head. Trunks that scale their embeddings (Gemma,
 # Granite) are left out: an EAGLE head would get them unscaled. EAGLE-3 norms the embeddings first.
-LAST_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, "ministral3", "qwen2", "phi3"})
+LAST_STATES_IN_SGLANG = {*_EVERYWHERE, "ministral3", "qwen2", "phi3"}
 LAST_STATES_IN_VLLM = LAST_STATES_IN_SGLANG | _BACKEND
 
 UNVERIFIED = EngineSupport(None, "not verified for this model")

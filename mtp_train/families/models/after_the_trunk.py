@@ -73,13 +73,13 @@ HY_V4 = Family(
 
 
 def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    layer_types = list(text_config.mtp_layer_types or ["full_attention"] * num_modules)[:num_modules]
+    layer_types = (text_config.mtp_layer_types or ["full_attention"] * num_modules)[:num_modules]
     sliding = {"num_attention_heads": text_config.num_sliding_attention_heads}
     return layouts.with_layers(
         text_config,
         num_modules,
         layer_types=layer_types,
-        mlp_layer_types=list(text_config.mtp_mlp_layer_types or ["dense"] * num_modules)[:num_modules],
+        mlp_layer_types=(text_config.mtp_mlp_layer_types or ["dense"] * num_modules)[:num_modules],
         per_layer_config={index: sliding for index, kind in enumerate(layer_types) if kind == "sliding_attention"},
         # These lists cover the trunk's layers only.
         swiglu_limits=None,
