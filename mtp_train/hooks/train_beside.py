@@ -223,13 +223,10 @@ class HeadBeside(TrainerCallback):
                 "labels of -100 alone" if self._micro_batches else "no input_ids, or images",
             )
         self._targets.zero_()
-        parameters = list(self.named.values())
+        parameters = self.named.values()
         for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad /= max(self._micro_batches, 1)
-            if args.world_size > 1:
-                torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= args.world_size
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.accelerator.reduce(gradient / max(self._micro_batches, 1))
         nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * optimizer.param_groups[0]["lr"] / args.learning_rate
@@ -249,8 +246,7 @@ class HeadBeside(TrainerCallback):
         """Add the mean loss of each depth since the last log of the training loss, over all processes."""
         if logs is None or "loss" not in logs:
             return
-        if args.world_size > 1:
-            torch.distributed.all_reduce(self.window)
+        self.window = self.accelerator.reduce(self.window, "sum")
         if not self.window[1].any():
             return
         sums_K, count_K = self.window
