@@ -320,7 +320,7 @@ class Endpoint:
             try:
                 response = self._client.request(method, url, json=payload, timeout=timeout or self._timeout)
                 if response.status_code == 200:
-                    document: JsonObject = response.json()
+                    document = response.json()
                     if not isinstance(document, dict):
                         raise ValueError("no JSON object")
                     return document

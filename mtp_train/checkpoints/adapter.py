@@ -40,6 +40,7 @@ from mtp_train.checkpoints.suggestions import command, output_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError, one_line
+from mtp_train.families import RawConfig
 
 # Commands that read no adapter start without peft.
 if TYPE_CHECKING:
@@ -308,7 +309,7 @@ class Merge:
     files: Mapping[str, Path | None] = field(default_factory=dict)
     """Path in the directory to the file of the adapter's tokenizer or chat template that is written there; None for a
     file that is left out."""
-    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    config_fields: RawConfig = field(default_factory=dict)
     """``vocab_size``, where the adapter's training resized the vocabulary."""
 
 

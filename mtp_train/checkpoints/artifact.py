@@ -7,10 +7,9 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``, one with an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
@@ -20,7 +19,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, family_named, of_kind
+from mtp_train.families import Family, RawConfig, family_named, of_kind
 from mtp_train.families.kinds.kind import described_by
 
 WEIGHTS_FILE = "head.safetensors"
@@ -77,7 +76,7 @@ class HeadPlan:
     """int32, the tokens that the head may draft; None for all."""
     output: OwnOutput | None = None
     """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
-    draft_config: Mapping[str, Any] | None = None
+    draft_config: RawConfig | None = None
     """The config of the draft model that describes the head's layer; None for the family's own."""
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from rich.progress import Progress
 
@@ -58,6 +58,7 @@ from mtp_train.checkpoints.writing import (
     write_safetensors,
 )
 from mtp_train.errors import CheckpointError
+from mtp_train.families import RawConfig
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
@@ -287,7 +288,7 @@ def _shard_names(
 
 
 def patched_documents(
-    source: Checkpoint, layout: HeadLayout, head: NativeHead | None, fields: Mapping[str, Any] = MappingProxyType({})
+    source: Checkpoint, layout: HeadLayout, head: NativeHead | None, fields: RawConfig = MappingProxyType({})
 ) -> JsonObject:
     """Return the JSON files that have to change, by name; files with the right content already are left out.
 
@@ -315,7 +316,7 @@ def patched_documents(
     return documents
 
 
-def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> JsonObject:
+def with_fields(source: Checkpoint, fields: RawConfig) -> JsonObject:
     """Return a checkpoint's config with other values of some fields."""
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")

@@ -230,7 +230,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
-def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str, prefix: str = "") -> _Model:
+def validated(model: type[_Model], content: RawConfig, file: Path, hint: str, prefix: str = "") -> _Model:
     """Return the fields of a JSON object that a model declares; other fields are left alone.
 
     Raises:

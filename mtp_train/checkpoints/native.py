@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from mtp_train.checkpoints.quantised import (
 )
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
+from mtp_train.families import RawConfig
 from mtp_train.upstream.transformers_private import convert_moe_packed_tensors
 
 _LAYER = re.compile(r"layers\.\d+\.")
@@ -45,7 +45,7 @@ class NativeHead:
 
     tensors: tuple[PendingTensor, ...]
     shared_keys: tuple[str, ...]
-    config_fields: Mapping[str, Any]
+    config_fields: RawConfig
     trained: bool = False
     """Whether it was trained here: what is written with it says so in its metadata."""
 

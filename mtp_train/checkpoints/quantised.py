@@ -14,7 +14,6 @@ import fnmatch
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,7 +209,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> JsonObject 
     return changed if _extend(quant_settings(changed), method, groups) else None
 
 
-def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> JsonObject | None:
+def leave_alone_in_modelopt(document: RawConfig, groups: Groups) -> JsonObject | None:
     """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
     changed = copy.deepcopy(dict(document))
     method = _Method(("exclude_modules",), _GLOB.form)
@@ -260,7 +259,7 @@ def _kind(name: str) -> str:
     return "experts" if "experts" in parts else ".".join(parts[-2:])
 
 
-def _is_listed(layer: str, settings: Mapping[str, Any], method: _Method) -> bool:
+def _is_listed(layer: str, settings: RawConfig, method: _Method) -> bool:
     """Return whether an exception covers a layer or the module it is fused in, or the method is for others alone."""
     stem, _, last = layer.rpartition(".")
     names = [layer, *(f"{stem}.{name}" for pair in _FUSED.items() if last in pair for name in pair)]

@@ -117,10 +117,8 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
     file = checkpoint.path / GENERATION_CONFIG_FILE
     declaring = read_json(file) if file.is_file() else checkpoint.text_config
     declared = declaring.get("eos_token_id")
-    found: set[int] = set([declared] if isinstance(declared, int) else declared or [])
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return frozenset(found)
+    found = [declared] if isinstance(declared, int) else declared or []
+    return frozenset({*found, tokenizer.eos_token_id} - {None})
 
 
 def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = True) -> list[int]:
@@ -129,7 +127,7 @@ def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = T
     Args:
         start: Whether the text opens a document. The begin-of-text token is then added if the tokenizer adds one.
     """
-    token_ids: list[int] = tokenizer(text, add_special_tokens=start, verbose=False)["input_ids"]
+    token_ids = tokenizer(text, add_special_tokens=start, verbose=False)["input_ids"]
     is_closed = bool(token_ids) and token_ids[-1] == tokenizer.eos_token_id
     return token_ids[:-1] if is_closed and not text.endswith(str(tokenizer.eos_token)) else token_ids
 

@@ -220,7 +220,7 @@ def _parse_message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping):
         raise _refused(where, _shown(value), "an object with role and content")
     # Arrow gives every message the keys of all messages, filled with null; templates would print them.
-    message: Message = _without_nulls(value)
+    message = _without_nulls(value)
     if "from" in message and "role" not in message:
         message["role"] = message.pop("from")
         if "value" in message:

@@ -361,7 +361,7 @@ def _without_thinking(message: Message) -> Message:
 
 def _said(message: Message, written: str, is_opened: bool) -> str:
     """Return a turn with its thinking inline, in the form that the prompt or the template shows."""
-    content: str = message["content"]
+    content = message["content"]
     reasoning = message.get("reasoning_content")
     if reasoning and is_opened:
         return f"\n{reasoning}\n{THINKING_ENDS}\n\n{content}"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels
+from mtp_train.families.spec import HeadLayer, KeyRule, Keys, LayersConfig, RecurrentKernels
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 BESIDE_THE_TRUNK = "mtp.layers.{module}."
@@ -88,7 +88,7 @@ def with_layers(config: PretrainedConfig, num_layers: int, **fields: object) -> 
     return changed
 
 
-def layers_of(**fields: object) -> Callable[[PretrainedConfig, int], PretrainedConfig]:
+def layers_of(**fields: object) -> LayersConfig:
     """Return a ``HeadLayer.config`` that sets fields of the text config.
 
     Args:

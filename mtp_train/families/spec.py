@@ -23,6 +23,9 @@ from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
+"""A config, a part of one, or fields for one, as ``config.json`` has them."""
+LayersConfig = Callable[[PretrainedConfig, int], PretrainedConfig]
+"""Text config and number of modules to the config that a head's layers are built from."""
 
 
 def raw_text_config(config: RawConfig) -> RawConfig:
@@ -80,8 +83,7 @@ class HeadLayer:
     layer: str = "DecoderLayer"
     rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
-    config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
-    """Text config and number of modules to the config that the layers are built from."""
+    config: LayersConfig = lambda config, num_modules: config
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] = lambda classes, config, layer_idx: (
         classes.stock_layer(config, layer_idx)
     )
@@ -449,12 +451,16 @@ class Family:
     def conflicting_counts(self, config: RawConfig) -> str | None:
         """Return the declarations of a raw config, as a phrase, where they differ; None otherwise."""
         declared, text_config = self.declaration, raw_text_config(config)
-        places = {"": config, "text_config.": text_config, f"{declared.section}.": config.get(declared.section or "")}
+        places = {
+            "": config,
+            "text_config.": text_config,
+            f"{declared.section}.": config.get(declared.section or "") or {},
+        }
         found = {
             f"{place}{name}": fields[name]
             for place, fields in places.items()
             for name in (declared.count, declared.repeated_as)
-            if name is not None and isinstance(fields, Mapping) and fields.get(name) is not None
+            if name is not None and fields.get(name) is not None
         }
         return " and ".join(f"{at} = {number}" for at, number in found.items()) if len({*found.values()}) > 1 else None
 

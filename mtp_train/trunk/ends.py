@@ -127,7 +127,7 @@ class Ends(nn.Module):
     @property
     def lm_head_VD(self) -> Tensor:
         """The output matrix, shape (V, D), without padding rows."""
-        weight: Tensor = self.causal_lm.get_output_embeddings().weight
+        weight = self.causal_lm.get_output_embeddings().weight
         return weight if self._real_vocab is None else weight[: self._real_vocab]
 
     @property
@@ -180,7 +180,7 @@ class Ends(nn.Module):
         # As a matrix of rows: of a part of longer rows, such as the last token of a prompt, torch makes one product per
         # row, each with a copy of the whole matrix.
         rows = (state.float() if self._fp32_lm_head else state).reshape(-1, state.shape[-1])
-        logits: Tensor = self.causal_lm.lm_head(rows)[:, : self._real_vocab]
+        logits = self.causal_lm.lm_head(rows)[:, : self._real_vocab]
         logits = logits.reshape(*state.shape[:-1], logits.shape[-1])
         bound = self.logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)

@@ -44,6 +44,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, held_tensor, new_directory
 from mtp_train.errors import CheckpointError, UnsupportedModelError, one_line
+from mtp_train.families import RawConfig
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of a split."""
@@ -400,7 +401,7 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
     write_tensors(writer, tensors, kind, progress)
 
 
-def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:
+def _draft_tensor(draft: Checkpoint, key: str, config: RawConfig) -> PendingTensor:
     """Return a tensor under its GGUF name; rows of queries and keys in the order of llama.cpp's rotary embedding."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     num_heads = next((int(config[field]) for part, field in heads.items() if f".{part}." in key), None)

@@ -136,7 +136,7 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
     values = block.numpy()
     # An overflow is reported below by tensor name, so numpy's warning is off.
     with np.errstate(over="ignore"):
-        data: np.ndarray[Any, Any] = gguf.quants.quantize(values, stored)
+        data = gguf.quants.quantize(values, stored)
     if stored is Stored.F16 and not np.isfinite(data).all():
         raise CheckpointError(
             f"{name}: holds {np.abs(values).max():.3g}, too large for f16; expected at most 65504. Use --gguf q8_0."

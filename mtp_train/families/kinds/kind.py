@@ -220,7 +220,7 @@ def described_by(family: Family, config: RawConfig) -> Family:
 
 def serves_draft_vocab(kind: str) -> bool:
     """Return whether engines draft from the draft vocabulary of a head of this kind, and not from all tokens."""
-    stored: DraftFormat | None = find_head_kind(kind).load_parts().format
+    stored = find_head_kind(kind).load_parts().format
     return stored is not None and stored.draft_vocab
 
 

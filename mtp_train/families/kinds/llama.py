@@ -80,7 +80,7 @@ def draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, 
     }
 
 
-def _older_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _older_rope(rope_parameters: RawConfig) -> dict[str, Any]:
     """Return the rotary embedding's settings in the format of transformers 4, which some engines read."""
     scaled = rope_parameters.get("rope_type", "default") != "default"
     scaling = {name: value for name, value in rope_parameters.items() if name != "rope_theta"} if scaled else None

@@ -9,7 +9,7 @@ trunk's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from mtp_train.families.engines import Convention, EngineSupport, no, remarked, 
 from mtp_train.families.layouts import AFTER_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.mechanisms.trained_length import keep_short_factors, short_factors
 from mtp_train.families.models.beside_the_trunk import MIMO
-from mtp_train.families.spec import Declaration, Family, HeadLayer, TrunkTraits, Wiring, has_layer_types
+from mtp_train.families.spec import Declaration, Family, HeadLayer, LayersConfig, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
@@ -65,7 +65,7 @@ def attached(
     prefix: str,
     *,
     model: str | None = None,
-    config: Callable[[PretrainedConfig, int], PretrainedConfig] = _full_attention,
+    config: LayersConfig = _full_attention,
     **parts: Any,
 ) -> Family:
     """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
