@@ -35,7 +35,7 @@ from torch import Tensor
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
-from mtp_train.families.engines import EngineSupport
+from mtp_train.families.engines import Engines
 
 JsonObject = dict[str, Any]
 """An object as a file of JSON holds it."""
@@ -104,6 +104,10 @@ class TensorInfo:
         return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
+StoredTensors = Mapping[str, TensorInfo]
+"""The tensors of a checkpoint or of a file, by key."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint directory, built by :func:`open_checkpoint`."""
@@ -112,7 +116,7 @@ class Checkpoint:
     config: RawConfig
     index: JsonObject | None
     """The parsed index, None for a single file."""
-    tensors: Mapping[str, TensorInfo]
+    tensors: StoredTensors
     superseded: tuple[tuple[str, str], ...] = ()
     """File and key of each stored copy of a tensor that the index names in another file, sorted."""
     trusts_code: bool = False
@@ -132,7 +136,7 @@ class Checkpoint:
         return sum(info.num_bytes for info in self.tensors.values())
 
     @property
-    def engines(self) -> Mapping[str, EngineSupport]:
+    def engines(self) -> Engines:
         """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
         return self.family.serving_of(self.config)
 
@@ -490,13 +494,13 @@ def source_files(source: Checkpoint) -> list[Path]:
     return sorted(weights.union(beside))
 
 
-def unnamed_weights(source: Checkpoint) -> dict[str, Mapping[str, TensorInfo]]:
+def unnamed_weights(source: Checkpoint) -> dict[str, StoredTensors]:
     """Return the weight files in a checkpoint's directory that are no part of it, which copies leave out.
 
     Returns:
         POSIX path in the directory to the file's tensors; no tensors for a file that is not safetensors or is damaged.
     """
-    found: dict[str, Mapping[str, TensorInfo]] = {}
+    found: dict[str, StoredTensors] = {}
     for file in sorted(filter(_holds_weights, _files_under(source.path, _weights(source)))):
         name = file.relative_to(source.path).as_posix()
         found[name] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint, JsonObject, TensorInfo, read_json
+from mtp_train.checkpoints.files import Checkpoint, JsonObject, StoredTensors, read_json
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
@@ -132,7 +132,7 @@ def packed_weight(key: str, keys: Container[str]) -> str | None:
     return f"{module}.weight" if is_beside else None
 
 
-def unread_weights(tensors: Mapping[str, TensorInfo]) -> set[str]:
+def unread_weights(tensors: StoredTensors) -> set[str]:
     """Return the keys of weights that are packed in a form that is not read here, and of the tensors beside them."""
     parts = {key: weight for key in tensors if (weight := packed_weight(key, tensors)) is not None}
     return {*parts, *parts.values()}
@@ -147,7 +147,7 @@ def undeclared_weights(checkpoint: Checkpoint) -> list[str]:
     return packed_keys(checkpoint.tensors)
 
 
-def packed_keys(tensors: Mapping[str, TensorInfo]) -> list[str]:
+def packed_keys(tensors: StoredTensors) -> list[str]:
     """Return the keys of packed weights and of tensors beside them, sorted, whether they are read here or not.
 
     Weights in FP8 without scales are left out: they are damaged whatever the config declares.
@@ -155,7 +155,7 @@ def packed_keys(tensors: Mapping[str, TensorInfo]) -> list[str]:
     return [key for key in sorted(tensors) if _shows_packing(key, tensors)]
 
 
-def _shows_packing(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+def _shows_packing(key: str, tensors: StoredTensors) -> bool:
     """Return whether a tensor is packed, in FP8 or instead of a weight, or beside a weight that is no plain one.
 
     Beside a weight in plain floats, names that begin with its own count: codes that were cast, and left their scales.
@@ -280,7 +280,7 @@ def _covers(entry: str, names: Iterable[str], method: _Method) -> bool:
     return any(re.match(pattern, one) for one in names)
 
 
-def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
+def plain_modules(tensors: StoredTensors, layout: HeadLayout) -> Groups:
     """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
     keys = [
         key
@@ -330,7 +330,7 @@ def is_scale(key: str, tensors: Container[str]) -> bool:
     )
 
 
-def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+def lacks_scales(key: str, tensors: StoredTensors) -> bool:
     """Return whether a weight is stored in FP8 and no scales for it are in the checkpoint."""
     if tensors[key].dtype not in FP8_DTYPES or not _UNPACKED.fullmatch(key):
         return False
@@ -339,12 +339,12 @@ def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
     return scale_of(key, tensors) is None and not any(scale in tensors for scale in of_weight)
 
 
-def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+def is_packed(key: str, tensors: StoredTensors) -> bool:
     """Return whether a weight is stored in FP4, with two values in a byte."""
     return tensors[key].dtype == _FP4_DTYPE and scale_of(key, tensors) is not None
 
 
-def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+def plain_shape(key: str, tensors: StoredTensors) -> tuple[int, ...]:
     shape = tensors[key].shape
     return (*shape[:-1], 2 * shape[-1]) if is_packed(key, tensors) else shape
 

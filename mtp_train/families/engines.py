@@ -57,6 +57,8 @@ class EngineSupport:
     text: str
 
 
+Engines = Mapping[str, EngineSupport]
+"""Engine to its support for a head."""
 VLLM = EngineSupport(
     True,
     'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
@@ -127,7 +129,7 @@ MLX_ALONE = {
 LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
 
 
-_DEFAULTS: Mapping[str, EngineSupport] = {
+_DEFAULTS: Engines = {
     "vllm": VLLM,
     "sglang": SGLANG,
     "llama.cpp": EngineSupport(
@@ -145,7 +147,7 @@ _DEFAULTS: Mapping[str, EngineSupport] = {
 """Every engine with its support for heads that have no entry of their own, in the order in which tables list them."""
 
 
-def complete(own: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:
+def complete(own: Engines) -> dict[str, EngineSupport]:
     """Return a table with an entry for every engine.
 
     Args:
@@ -157,7 +159,7 @@ def complete(own: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:
     return table
 
 
-def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int) -> dict[str, str]:
+def engine_commands(engines: Engines, path: str, depth: int) -> dict[str, str]:
     """Return, per engine, the command that serves with drafts, or why there is none.
 
     Args:

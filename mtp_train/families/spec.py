@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
+from mtp_train.families.engines import Convention, Engines, EngineSupport, complete, use_mtp_named
 from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
@@ -314,7 +314,7 @@ class Family:
     layer: HeadLayer | None
     """None for a trunk without a head."""
     trunk: TrunkTraits = TrunkTraits()
-    engines: Mapping[str, EngineSupport] = field(default_factory=dict)
+    engines: Engines = field(default_factory=dict)
     """Engine to its support for the head, where it is not the default in ``engines.py``."""
 
     @property

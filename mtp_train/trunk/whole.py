@@ -7,7 +7,7 @@ renamed, stacked and split.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints import quantised
 from mtp_train.checkpoints.adapter import refuse_embedded_adapter
-from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, TensorInfo
+from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, StoredTensors
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.suggestions import output_of
@@ -152,7 +152,7 @@ def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
     return key
 
 
-def _whole_numbers(tensors: Mapping[str, TensorInfo], plain: Iterable[str], model: Any) -> list[str]:
+def _whole_numbers(tensors: StoredTensors, plain: Iterable[str], model: Any) -> list[str]:
     """Return the keys of integer and boolean tensors where the model has floating-point parameters.
 
     Only the last part of a name is compared. Tables of experts by token are integers in the model too, and positions of
@@ -182,7 +182,7 @@ def _model_without_weights(checkpoint: Checkpoint) -> Any | None:
         return None
 
 
-def _plain_weights(tensors: Mapping[str, TensorInfo]) -> list[str] | None:
+def _plain_weights(tensors: StoredTensors) -> list[str] | None:
     """Return the keys without the scales of FP8 and FP4 weights; None for a trunk with weights in another format."""
     parts = {key: quantised.packed_weight(key, tensors) for key in tensors}
     if any(

@@ -233,7 +233,7 @@ def _write(
     write_tensors(writer, tensors, kind, progress)
 
 
-def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value | None = None) -> None:
+def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value = None) -> None:
     """Write a field of another file; a new value keeps its type, so that a loader that read it reads it still."""
     kind = GGUFValueType.ARRAY if isinstance(value, list) else field.types[0]
     # The reader takes the type of an array's entries from the first one.

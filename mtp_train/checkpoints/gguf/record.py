@@ -17,9 +17,10 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.layouts import weights
 from mtp_train.families.spec import RawConfig
 
-Value = int | float | bool | str | list[int] | list[bool] | list[float]
-Field = Callable[[RawConfig], Value | None]
-"""Text config (defaults filled in) to a value; None writes no field. The Python type determines the GGUF type."""
+Value = int | float | bool | str | list[int] | list[bool] | list[float] | None
+"""The value of a field, whose Python type determines the GGUF type; None for no field."""
+Field = Callable[[RawConfig], Value]
+"""Text config (defaults filled in) to a value."""
 NUM_MODULES = "num_head_modules"
 """Key under which the writer adds the number of head modules to the config that the readers get."""
 _FULL = "full_attention"
@@ -71,10 +72,10 @@ class GgufHead:
     """Kind of special token to its text, for tokens that the tokenizer's files do not declare."""
 
 
-def _first(kind: Callable[[Any], Value], *names: str, default: Value | None = None) -> Field:
+def _first(kind: Callable[[Any], Value], *names: str, default: Value = None) -> Field:
     """Read a value from the first of these fields that the config has."""
 
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         value = next((config[name] for name in names if name in config), default)
         return None if value is None else kind(value)
 
@@ -109,7 +110,7 @@ def rotated(dims: str, partial: float) -> Field:
     return read
 
 
-def sections(config: RawConfig) -> Value | None:
+def sections(config: RawConfig) -> Value:
     """Read the split of the rotary dimensions over time, height and width, padded to four."""
     found = rope_of(config).get("mrope_section")
     return None if found is None else ([int(size) for size in found] + [0] * 4)[:4]
@@ -118,7 +119,7 @@ def sections(config: RawConfig) -> Value | None:
 def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
     """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         kinds, heads = config.get(field), [] if modules is None else [modules] * config[NUM_MODULES]
         return None if kinds is None else [found == kind for found in kinds] + heads
 
@@ -128,7 +129,7 @@ def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = Non
 def router(default: str | None = None) -> Field:
     """Read llama.cpp's number of the function that turns router logits into weights."""
 
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         name = next((config[field] for field in _ROUTER_FIELDS if field in config), default)
         if name is not None and name not in _ROUTERS:
             raise UnsupportedModelError(
@@ -148,7 +149,7 @@ def either(*fields: Field) -> Field:
 def limits(name: str) -> Field:
     """Read one bound per block; 0 means no bound, also for blocks beyond the config's list."""
 
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         found = config.get(name)
         blocks = config["num_hidden_layers"] + config[NUM_MODULES]
         return None if found is None else [float(bound or 0.0) for bound in [*found, *[0.0] * blocks][:blocks]]
@@ -171,7 +172,7 @@ def rope_value(
 ) -> Field:
     """Read a number from the rotary parameters; with ``kinds``, only if the scaling is one of these."""
 
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         rope = rope_of(config, of)
         value = next((rope[name] for name in names if name in rope), None)
         wanted = not kinds or rope.get("rope_type") in kinds
@@ -181,7 +182,7 @@ def rope_value(
 
 
 def _rope_type(of: str) -> Field:
-    def read(config: RawConfig) -> Value | None:
+    def read(config: RawConfig) -> Value:
         kind = rope_of(config, of).get("rope_type", "default")
         if kind not in ("default", "linear", "yarn"):
             raise UnsupportedModelError(

@@ -113,7 +113,7 @@ def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     return wanted if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else Stored.F16
 
 
-def add_value(writer: gguf.GGUFWriter, key: str, value: Value | None) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
     """Write a metadata field, none for None."""
     if value is not None:
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)

@@ -5,13 +5,12 @@ The layer is transformers' ``gemma4_assistant``; :mod:`mtp_train.heads.assistant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, Engines, EngineSupport, no
 from mtp_train.families.kinds.kind import DraftFormat, DraftParts
 from mtp_train.families.kinds.llama import in_sglang, in_vllm
 from mtp_train.families.layouts import WRAPPED, key_rules
@@ -62,7 +61,7 @@ class AssistantParts(DraftParts):
 
     def described(self, family: Family, config: RawConfig) -> Family:
         whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        engines: Mapping[str, EngineSupport] = family.engines
+        engines: Engines = family.engines
         size = config.get("backbone_hidden_size")
         if size == raw_text_config(config).get("hidden_size"):
             refused = no(f"its loader refuses an assistant with the hidden size of its trunk ({size})")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig, Qwen3Config
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import UNVERIFIED, Convention, EngineSupport, no, remarked
+from mtp_train.families.engines import UNVERIFIED, Convention, Engines, EngineSupport, no, remarked
 from mtp_train.families.kinds.kind import DraftFormat, DraftParts, own_sizes
 from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG, STATES_IN_VLLM, in_llama_cpp, in_vllm
 from mtp_train.families.layouts import key_rules
@@ -129,7 +129,7 @@ class DFlashParts(DraftParts):
             engines={**family.engines, **self.unlike(config, family.engines)},
         )
 
-    def unlike(self, config: RawConfig, engines: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:
+    def unlike(self, config: RawConfig, engines: Engines) -> dict[str, EngineSupport]:
         """Return the engines that do not draft like the package that trained this very drafter, by their sources."""
         if config.get("markov_head_type", "vanilla") != "vanilla":
             return dict.fromkeys(("vllm", "llama.cpp"), no("has vanilla Markov heads alone"))

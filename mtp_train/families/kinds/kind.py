@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import EngineSupport, complete
+from mtp_train.families.engines import Engines, EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
 from mtp_train.head_kinds import SUGGESTED_DEPTH, HeadKind, find_head_kind, head_kinds
 
@@ -162,7 +162,7 @@ class DraftParts(KindParts):
     only_trunk: Family | None = None
     """The family of the trunks, if there is one only. None: families whose releases have no head, and a few others."""
 
-    def engines(self, trunk: str) -> Mapping[str, EngineSupport]:
+    def engines(self, trunk: str) -> Engines:
         """Return the engines' table.
 
         Args:

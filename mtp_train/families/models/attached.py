@@ -9,14 +9,13 @@ trunk's layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from mtp_train.families import layouts
-from mtp_train.families.engines import Convention, EngineSupport, no, remarked, use_mtp_named
+from mtp_train.families.engines import Convention, Engines, EngineSupport, no, remarked, use_mtp_named
 from mtp_train.families.layouts import AFTER_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.mechanisms.trained_length import keep_short_factors, short_factors
 from mtp_train.families.models.beside_the_trunk import MIMO
@@ -32,7 +31,7 @@ _NO_VLLM = no(
 _NO_LLAMA_CPP = no("has no graph for this head")
 
 
-def transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
+def transformers_only(transformers: EngineSupport) -> Engines:
     """Return the engines' table of a head that vLLM, SGLang and llama.cpp do not load."""
     return {
         "transformers": transformers,
