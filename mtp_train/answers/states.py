@@ -42,6 +42,10 @@ NEAR_TIE = 2.0**-5
 norm, of the lm_head's sums and of the logits differs between two programs."""
 
 
+StatesWithIds = tuple[Tensor, list[int]]
+"""The states of a text, and token ids: those that they are of, or the most probable ones after them."""
+
+
 class StatesServer:
     """The hidden states of texts from a server of the trunk.
 
@@ -81,7 +85,7 @@ class StatesServer:
             (number, states_TLD) for number, (states_TLD, _) in self.endpoint.answers(map(_reading, texts), self.answer)
         )
 
-    def top_ids(self, text: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def top_ids(self, text: Sequence[int]) -> StatesWithIds:
         """Return the states of a text and the server's most probable token after each of its tokens.
 
         Raises:
@@ -133,7 +137,7 @@ class StatesServer:
             return path
         raise self.endpoint.unusable(*problem, self.cure)
 
-    def _load(self, path: Path) -> tuple[Tensor, list[int]] | None:
+    def _load(self, path: Path) -> StatesWithIds | None:
         """Return the content of a file once it is complete; None if it does not become so in a minute."""
         for turn in range(FILE_WAITS):
             found = load(path)
@@ -178,7 +182,7 @@ def _lock(path: Path) -> Path:
     return Path(f"{path}.lock")
 
 
-def load(path: Path) -> tuple[Tensor, list[int]] | None:
+def load(path: Path) -> StatesWithIds | None:
     """Return the states and the token ids of a server's file; None while it is not complete."""
     with ExitStack() as stack:
         try:

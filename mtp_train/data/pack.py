@@ -32,6 +32,9 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.heads.alignment import PADDING_DOCUMENT, valid_depths
 
+Integers = NDArray[np.int64]
+Groups = list[list[int]]
+"""The documents of each sequence, by their numbers."""
 POOLED_DOCUMENTS = 4096
 """Documents that are packed together. Pools keep the time linear in the number of documents; larger ones leave less
 padding."""
@@ -51,12 +54,12 @@ class PackedSequence:
             few; None for all.
     """
 
-    input_ids_T: NDArray[np.int64]
-    positions_T: NDArray[np.int64]
-    document_T: NDArray[np.int64]
+    input_ids_T: Integers
+    positions_T: Integers
+    document_T: Integers
     loss_mask_T: NDArray[np.bool_]
     members: tuple[int, ...]
-    starts_P: NDArray[np.int64] | None = None
+    starts_P: Integers | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -171,19 +174,19 @@ def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
     )
 
 
-def token_counts(documents: Sequence[Document]) -> NDArray[np.int64]:
+def token_counts(documents: Sequence[Document]) -> Integers:
     if not documents:
         raise DataError("data: no document; expected at least one to train on. Check data.sources and data.holdout.")
     return np.array([len(document.input_ids) for document in documents], dtype=np.int64)
 
 
-def assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> list[list[int]]:
+def assign(lengths_N: Integers, seq_len_tokens: int, *, pack: bool, seed: int, epoch: int) -> Groups:
     """Shuffle documents, and assign them to sequences."""
     generator = _generator(seed, epoch)
     order_N = generator.permutation(len(lengths_N))
     if not pack:
         return [[int(index)] for index in order_N]
-    groups: list[list[int]] = []
+    groups: Groups = []
     for start in range(0, len(order_N), POOLED_DOCUMENTS):
         pool_N = order_N[start : start + POOLED_DOCUMENTS]
         packed = _best_fit(pool_N, lengths_N[pool_N], seq_len_tokens)
@@ -192,9 +195,9 @@ def assign(lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, see
     return groups
 
 
-def _best_fit(pool_N: NDArray[np.int64], lengths_N: NDArray[np.int64], seq_len_tokens: int) -> list[list[int]]:
+def _best_fit(pool_N: Integers, lengths_N: Integers, seq_len_tokens: int) -> Groups:
     """Assign each document, the longest first, to the sequence in which it leaves the least room."""
-    groups: list[list[int]] = []
+    groups: Groups = []
     by_room: list[tuple[int, int]] = []
     for place in np.argsort(-lengths_N, kind="stable"):
         length = int(lengths_N[place])

@@ -13,7 +13,6 @@ whole trunk in main memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +29,7 @@ from mtp_train.heads.lora import is_lora
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import OnLayer, Trunk
-from mtp_train.trunk.states import Forwards, PackedRow, TrunkStates
+from mtp_train.trunk.states import Forwards, Shares, TrunkStates
 from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
 _SHARDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,7 +124,7 @@ def gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None
 class ShardedStates(TrunkStates):
     """States of a trunk in shards: every process makes as many passes as the one that needs most."""
 
-    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
+    def prepare(self, shares: Shares, rank: int, max_tokens: int | None = None) -> Forwards:
         plans = [super(ShardedStates, self).prepare(shares, one, max_tokens) for one in range(len(shares))]
         return plans[rank] + [[]] * (max(map(len, plans)) - len(plans[rank]))
 

@@ -113,6 +113,10 @@ class PackedRow(Protocol):
     def members(self) -> tuple[int, ...]: ...
 
 
+Shares = Sequence[Sequence[PackedRow]]
+"""The rows of every process, which makes its call at the same time."""
+
+
 class States(nn.Module):
     """The trunk's hidden states of packed rows, and the ends of the trunk."""
 
@@ -121,13 +125,10 @@ class States(nn.Module):
         self.ends = ends
 
     @abstractmethod
-    def prepare(
-        self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None
-    ) -> Tensor | Forwards:
+    def prepare(self, shares: Shares, rank: int, max_tokens: int | None = None) -> Tensor | Forwards:
         """Prepare a call on the host: the states, or the passes that compute them.
 
         Args:
-            shares: The rows of every process, which makes its call at the same time.
             rank: This process.
             max_tokens: Tokens of one pass, padding included; a longer document has a pass of its own. None is B * T.
         """
@@ -157,7 +158,7 @@ class TrunkStates(States):
 
     ends: Trunk
 
-    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Forwards:
+    def prepare(self, shares: Shares, rank: int, max_tokens: int | None = None) -> Forwards:
         """Plan the passes over this process's rows."""
         document_BT = np.stack([one.document_T for one in shares[rank]])
         return group_by_length(segments(document_BT), max_tokens or document_BT.size)
@@ -182,7 +183,7 @@ class StoredStates(States):
     def document(self, number: int) -> Tensor:
         """Return the states of a document, shape (T, D), on the CPU."""
 
-    def prepare(self, shares: Sequence[Sequence[PackedRow]], rank: int, max_tokens: int | None = None) -> Tensor:
+    def prepare(self, shares: Shares, rank: int, max_tokens: int | None = None) -> Tensor:
         """Return the states of this process's rows, in the dtype that they are stored in."""
         # Where a process has nothing to do, its row has no document.
         none = torch.zeros(0, self.width)
