@@ -66,8 +66,15 @@ _PART = re.compile(
 _COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 # Config fields of adapters that are more than a sum of low-rank products.
 _UNMERGEABLE = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
-    *("trainable_token_indices", "use_bdlora", "use_qalora"),
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
 )
 # With these, peft subtracts the adapter's initial product from the base's weights: the adapter alone does not contain
 # the change.

@@ -44,13 +44,22 @@ _MAX_THREADS = 8
 _SHOWN_BYTES = 2_000_000_000
 """Fewer bytes are hashed without a progress bar."""
 TOKENIZER_PATTERNS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
     "tekken.json",
 )
 """Files of a checkpoint's tokenizer."""
 TEMPLATE_PATTERNS = ("chat_template*", "additional_chat_templates/*.jinja")
 CHECKPOINT_PATTERNS = (
-    *("config.json", "generation_config.json", "*processor_config.json", "hf_quant_config.json"),
+    "config.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "hf_quant_config.json",
     *TOKENIZER_PATTERNS,
     *TEMPLATE_PATTERNS,
     # The checkpoint's own code, which trust_remote_code runs.

@@ -194,9 +194,15 @@ def removed_on_failure(target: Path) -> Iterator[None]:
 
 
 _NOT_WRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
     # A file in the place of a directory, or above it.
-    *(errno.EEXIST, errno.ENOTDIR),
+    errno.EEXIST,
+    errno.ENOTDIR,
 )
 
 

@@ -88,7 +88,12 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
         _LOG.warning(
             "%s: %d of %d linear layers stay unpacked, such as %s: 4 bits take rows in multiples of %d and columns in "
             "multiples of %d",
-            *(where, len(misfits), len(misfits) + len(packed), misfits[0], _ROWS, _BLOCK),
+            where,
+            len(misfits),
+            len(misfits) + len(packed),
+            misfits[0],
+            _ROWS,
+            _BLOCK,
         )
     kept = [*_KEPT[quantization], *misfits]
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)

@@ -38,8 +38,13 @@ _CONTROL = re.compile(r"(?s:<\|(?:.*\|)?>|<\uff5c(?:.*\uff5c)?>|<unused.*>|<pad>
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
 _FULL_PRECISION = (
-    *("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight"),
-    *("hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight"),
+    "_norm.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "indexer.proj.weight",
+    "hc_attn_fn.weight",
+    "hc_ffn_fn.weight",
+    "output_hc_fn.weight",
 )
 
 
