@@ -164,8 +164,7 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    out = output_of(checkpoint, "-merged")
-    return command("merge", checkpoint, "--adapter", adapter, "--out", out)
+    return command("merge", checkpoint, "--adapter", adapter, "--out", output_of(checkpoint, "-merged"))
 
 
 def read_adapter(path: Path) -> Adapter:

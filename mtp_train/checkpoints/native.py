@@ -88,8 +88,7 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
 
 def plain_tensor(source: Checkpoint, key: str, new_key: str, *, dtype: str = "BF16") -> PendingTensor:
     """Return a tensor of a checkpoint, unchanged, or in bf16 (``dtype``) where it is stored in FP8 or FP4."""
-    info = source.tensors[key]
-    if info.dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
+    if source.tensors[key].dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
         return stored_tensor(source, key, new_key)
     shape, wanted = plain_shape(key, source.tensors), TORCH_DTYPES[dtype]
     return PendingTensor(

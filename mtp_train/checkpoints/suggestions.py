@@ -57,8 +57,7 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = (), override
     """Return the command that retrains a head; without data, on the built-in prompts."""
     sources = ["--data", *data] if data else []
     sources += ["--set", *overrides] if overrides else []
-    out = output_of(finetune, "-rescued")
-    return command("rescue", finetune, "--from", base, *sources, "--out", out)
+    return command("rescue", finetune, "--from", base, *sources, "--out", output_of(finetune, "-rescued"))
 
 
 def retrain_own_command(checkpoint: str) -> str:

@@ -181,8 +181,7 @@ class Trunk(Ends):
         # What follows the last layer reads its output.
         readers = [*self.layers, self._mixer]
         for index in new:
-            hook = readers[index].register_forward_pre_hook(partial(self._keep_input, index))
-            self._hooks.append(hook)
+            self._hooks.append(readers[index].register_forward_pre_hook(partial(self._keep_input, index)))
 
     def last_state(self, output: Any) -> Tensor:
         """Return the hidden state of a forward of the decoder.

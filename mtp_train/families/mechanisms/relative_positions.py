@@ -95,8 +95,7 @@ class ShortConvolution(nn.Module):
 
 def shifted(inputs_BTC: Tensor, back: int) -> Tensor:
     """Return the inputs ``back`` rows before each row, 0 before the first row."""
-    num_rows = inputs_BTC.shape[1]
-    return nn.functional.pad(inputs_BTC, (0, 0, back, 0))[:, :num_rows]
+    return nn.functional.pad(inputs_BTC, (0, 0, back, 0))[:, : inputs_BTC.shape[1]]
 
 
 class UnrolledRows(DynamicLayer):
