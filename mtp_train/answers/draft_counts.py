@@ -97,7 +97,8 @@ def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCou
             f"the server's counters are above {ROUNDED_FROM}, where it rounds them; expected exact counters. Restart "
             "the server, then run the command again."
         )
-    totals, reached = Counter[str](), Counter[int]()
+    totals = Counter[str]()
+    reached = Counter[int]()
     for (name, labels), value in gained.items():
         totals[name] += int(value)
         if position := _POSITION.search(labels):

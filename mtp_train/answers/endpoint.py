@@ -208,7 +208,8 @@ class Endpoint:
         """
         url, payload, is_sglang = f"{self.url}/completions", self._payload(request), self.served_with == "sglang"
         if is_sglang:
-            url, payload = self.url.removesuffix("/v1") + "/generate", native_payload(payload)
+            url = self.url.removesuffix("/v1") + "/generate"
+            payload = native_payload(payload)
         found = self._request("POST", url, payload | more)
         if isinstance(found, Refusal):
             return found
@@ -232,7 +233,8 @@ class Endpoint:
             raise self.unusable(f"{found}, not {wanted}", "that model", "Correct the name")
         self.model = wanted if wanted is not None else served[0]
         chosen = entries[served.index(self.model)]
-        self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
+        self.served_with = str(chosen.get("owned_by") or "")
+        place = chosen.get("root")
         self.adapted = chosen.get("parent")
         if self.served_with == "llamacpp":
             with contextlib.suppress(ValueError, RecursionError):

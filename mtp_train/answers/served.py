@@ -91,8 +91,10 @@ def fit_of(judge: Judge, answers: Sequence[Answer], sampling: Sampling, eos_ids:
     Raises:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
-    tokens, sums = 0, np.zeros(3)
-    ends, device = judge.ends, judge.ends.lm_head_VD.device
+    tokens = 0
+    sums = np.zeros(3)
+    ends = judge.ends
+    device = judge.ends.lm_head_VD.device
     rows = SamplingRows.stack([sampling], device)
     for prompt_ids, response_ids in answers:
         hidden_TD = judge.hidden([*prompt_ids, *response_ids]).to(device)[len(prompt_ids) - 1 : -1]
@@ -199,5 +201,6 @@ def _require_trunks(rows: Sequence[RegeneratedRow], judge: Judge, answering: Ans
 
 def spread(rows: Sequence[Row], seed: str) -> list[Row]:
     """Return a sample with one row from each stretch of rows: the server may have been replaced at some row."""
-    drawn, bounds = random.Random(seed), [part * len(rows) // SAMPLE for part in range(SAMPLE + 1)]
+    drawn = random.Random(seed)
+    bounds = [part * len(rows) // SAMPLE for part in range(SAMPLE + 1)]
     return [drawn.choice(rows[start:end]) for start, end in pairwise(bounds) if end > start]

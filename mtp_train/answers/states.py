@@ -124,8 +124,10 @@ class StatesServer:
         Raises:
             DataError: There is none, its directory is not here, or another server answers than before.
         """
-        named, fingerprint = as_object(document.get("kv_transfer_params")), document.get("system_fingerprint")
-        path, before = Path(str(named.get("hidden_states_path"))), self.fingerprint or fingerprint
+        named = as_object(document.get("kv_transfer_params"))
+        fingerprint = document.get("system_fingerprint")
+        path = Path(str(named.get("hidden_states_path")))
+        before = self.fingerprint or fingerprint
         self.fingerprint = fingerprint
         if "hidden_states_path" not in named:
             problem = "answers without states", "kv_transfer_params.hidden_states_path"
@@ -155,7 +157,8 @@ class StatesServer:
             DataError: They are of other tokens, of another form, or not finite.
         """
         self.dtype = self.dtype or states_TLD.dtype
-        form, expected = (list(states_TLD.shape[1:]), states_TLD.dtype), ([len(self.layers), self.width], self.dtype)
+        form = (list(states_TLD.shape[1:]), states_TLD.dtype)
+        expected = ([len(self.layers), self.width], self.dtype)
         # A block that the server never wrote is zero.
         peak_T = states_TLD.flatten(1).abs().amax(-1)
         bad_T = (~peak_T.isfinite() | (peak_T == 0)).nonzero()[:, 0]
@@ -218,11 +221,13 @@ def prove(
     positions, agreeing, far = 0, 0, list[str]()
     for number, text in enumerate(texts):
         states_TLD, top_ids = server.top_ids(text[:PROVED_TOKENS])
-        step, logits_TV = torch.finfo(states_TLD.dtype).eps, logits_of(states_TLD[:, -1]).float().cpu()
+        step = torch.finfo(states_TLD.dtype).eps
+        logits_TV = logits_of(states_TLD[:, -1]).float().cpu()
         best_T, best_ids_T = logits_TV.max(-1)
         top_T = torch.tensor(top_ids).clamp(0, logits_TV.shape[-1] - 1)
         gap_T = best_T - logits_TV.gather(-1, top_T[:, None])[:, 0]
-        positions, agreeing = positions + len(gap_T), agreeing + int((gap_T <= step * best_T.abs()).sum())
+        positions += len(gap_T)
+        agreeing += int((gap_T <= step * best_T.abs()).sum())
         far += [
             f"{number}:{at} {top_ids[at]}, not {best_ids_T[at]}"
             for at in (gap_T > NEAR_TIE * best_T.abs()).nonzero()[:, 0].tolist()

@@ -76,7 +76,8 @@ class RegeneratedStore:
     def __init__(self, directory: Path, *, rank: int = 0, world: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
 
     def __iter__(self) -> Iterator[RegeneratedRow]:

@@ -156,7 +156,8 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
     whole. Other files of an adapter, such as a chat template, replace those of the same name. Empty for an adapter that
     changes nothing.
     """
-    own, theirs = matching_files(checkpoint, _TOKENIZER), matching_files(adapter, _TOKENIZER)
+    own = matching_files(checkpoint, _TOKENIZER)
+    theirs = matching_files(adapter, _TOKENIZER)
     if all(name in own and filecmp.cmp(file, own[name], shallow=False) for name, file in theirs.items()):
         return {}
     is_whole = any(fnmatch(name, pattern) for name in theirs for pattern in _VOCABULARIES)
@@ -191,7 +192,8 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def open_weights(path: Path) -> Checkpoint:
-    config, file = read_json(path / ADAPTER_CONFIG_FILE), path / ADAPTER_FILE
+    config = read_json(path / ADAPTER_CONFIG_FILE)
+    file = path / ADAPTER_FILE
     if not isinstance(config.get("peft_type"), str):
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG_FILE}: peft_type {config.get('peft_type')!r}; expected the kind of a peft "
@@ -240,7 +242,8 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
 
 def _require_mergeable(stored: Checkpoint) -> None:
     found = {name: value for name, value in stored.config.items() if name in _UNMERGEABLE and value}
-    kind, start = stored.config["peft_type"], stored.config.get("init_lora_weights")
+    kind = stored.config["peft_type"]
+    start = stored.config.get("init_lora_weights")
     if kind != "LORA":
         found = {"peft_type": kind}
     elif str(start).lower().startswith(_CHANGES_THE_BASE):
@@ -271,7 +274,8 @@ def _pair(
     embedding = "lora_embedding_A" in parts
     a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
     shapes = {part: list(stored.tensors[key].shape) for part, key in parts.items()}
-    down, up = shapes.get(a, [0, 0]), shapes.get(b, [0, 0])
+    down = shapes.get(a, [0, 0])
+    up = shapes.get(b, [0, 0])
     # Norms of an embedding's DoRA run along the other axis of the stored weight.
     expected = [a, b, "lora_magnitude_vector"] if config.use_dora and not embedding else [a, b]
     if {*parts} != {*expected} or down[0] != up[1] or down[0] % rank or not (fused or down[0] == rank):
@@ -373,7 +377,8 @@ class _Plan:
         """Check that an adapter keeps embedding and lm_head equal where they are one tensor."""
         trained = [f"{pair.module}.weight" for pair in self.adapter.pairs]
         # peft also stores a resized embedding that it did not train.
-        replaced, saved = self.adapter.replacements, self.adapter.saved
+        replaced = self.adapter.replacements
+        saved = self.adapter.saved
         trained += [name for name in replaced if name.removesuffix(".weight").endswith(saved)]
         for name in trained:
             is_end = self.home(name) in self._ends or name.endswith(LM_HEAD)
@@ -390,7 +395,8 @@ class _Plan:
         Keys may differ from transformers' names: wrappers add another prefix than text-only models have, and some
         releases name the embedding, or parts of a wrapper or of a layer, differently.
         """
-        bare, of_rules = _WRAPPERS.sub("", name), self._of_rules(name)
+        bare = _WRAPPERS.sub("", name)
+        of_rules = self._of_rules(name)
         candidates = [name, self.layout.trunk_prefix + bare, bare]
         if len(of_rules) == 1:
             candidates += of_rules
@@ -474,7 +480,8 @@ class _Plan:
 
     def repeat_in_shared_keys(self) -> None:
         """Repeat the changes of trunk tensors in the head's copies of them."""
-        tensors, shared = self.source.tensors, {key: self.layout.shared_key(key) for key in self.source.tensors}
+        tensors = self.source.tensors
+        shared = {key: self.layout.shared_key(key) for key in self.source.tensors}
         copies = {key: self.layout.trunk_key(one, tensors) for key, one in shared.items() if one is not None}
         embedding, lm_head = self._ends
         if self._tied and lm_head in tensors:

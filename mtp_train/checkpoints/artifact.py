@@ -24,8 +24,10 @@ from mtp_train.families.kinds.kind import described_by
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
-VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
-OUTPUT_FILE, OUTPUT_KEY = "output.safetensors", "lm_head.weight"
+VOCAB_FILE = "draft_vocab.safetensors"
+VOCAB_KEY = "token_ids"
+OUTPUT_FILE = "output.safetensors"
+OUTPUT_KEY = "lm_head.weight"
 FORMAT_VERSION = 1
 
 

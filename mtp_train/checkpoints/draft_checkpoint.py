@@ -21,9 +21,11 @@ from mtp_train.checkpoints.native import plain_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
 
-OUTPUT_KEY, BIAS_KEY = "lm_head.weight", "fc.bias"
+OUTPUT_KEY = "lm_head.weight"
+BIAS_KEY = "fc.bias"
 # d2t: the offset from a row of a smaller output matrix to its token. t2d: whether a token has a row.
-OFFSETS_KEY, CHOSEN_KEY = "d2t", "t2d"
+OFFSETS_KEY = "d2t"
+CHOSEN_KEY = "t2d"
 
 
 def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config: PretrainedConfig, out: Path) -> None:
@@ -40,7 +42,8 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
     if stored.has_output:
         tensors.append(_output_rows(source, artifact.layout, layer_config, vocab) if own is None else own.weight)
     if stored.has_output and vocab is not None:
-        tokens_R, chosen_V = vocab.long(), torch.zeros(layer_config.vocab_size, dtype=torch.bool)
+        tokens_R = vocab.long()
+        chosen_V = torch.zeros(layer_config.vocab_size, dtype=torch.bool)
         chosen_V[tokens_R] = True
         tensors.append(held_tensor(OFFSETS_KEY, "I64", tokens_R - torch.arange(len(tokens_R))))
         tensors.append(held_tensor(CHOSEN_KEY, "BOOL", chosen_V))

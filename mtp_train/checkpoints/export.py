@@ -115,7 +115,8 @@ def write_checkpoint(
         for name, document in documents.items():
             write_json(directory / name, document)
         trunk = [key for key in source.tensors if not layout.is_head_key(key)]
-        copied, written = [key for key in trunk if key not in merge.tensors], open_checkpoint(directory)
+        copied = [key for key in trunk if key not in merge.tensors]
+        written = open_checkpoint(directory)
         for key in progress.track(copied, description=f"comparing {out.name}"):
             if not _same_bytes(source, written, key):
                 raise CheckpointError(
@@ -126,7 +127,8 @@ def write_checkpoint(
 
 
 def _same_bytes(source: Checkpoint, written: Checkpoint, key: str) -> bool:
-    ours, theirs = source.tensors[key], written.tensors[key]
+    ours = source.tensors[key]
+    theirs = written.tensors[key]
     # A hard link is the same file.
     if os.path.samefile(source.path / ours.file, written.path / theirs.file):
         return True

@@ -54,7 +54,8 @@ _NAMED = re.compile(
 )
 
 # Larger numbers than these are in no model's config.
-_MAX_BLOCKS, _MAX_TOKEN = 1000, 1 << 24
+_MAX_BLOCKS = 1000
+_MAX_TOKEN = 1 << 24
 _QUANTISATION = "quantization_config"
 _CORRECT = "Restore the original, or correct the field."
 BLOCK_ELEMENTS = 1 << 22
@@ -193,7 +194,8 @@ class Checkpoint:
         The file is read, not memory-mapped: the system may refuse to map a shard that is larger than its memory, and
         the pages of a mapping count as this process's memory.
         """
-        file, start = self.tensors[key].file, self.tensors[key].start
+        file = self.tensors[key].file
+        start = self.tensors[key].start
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
             handle.seek(start + offset)

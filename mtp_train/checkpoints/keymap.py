@@ -155,7 +155,8 @@ class HeadLayout:
 
         The other may have another decoder prefix, and a pruned trunk has fewer layers before the head.
         """
-        prefixes, name = "".join(self.family.keys.head_prefixes), key.removeprefix(self.trunk_prefix)
+        prefixes = "".join(self.family.keys.head_prefixes)
+        name = key.removeprefix(self.trunk_prefix)
         if name == key or "{trunk}" not in prefixes:
             return key
         if "{layer}" in prefixes:

@@ -67,7 +67,8 @@ def is_marked(file: Path) -> bool:
 
 def head_config_fields(source: Checkpoint) -> JsonObject:
     """Return the text-config fields that describe the head, and the head's section, with the checkpoint's values."""
-    fields, section = source.family.declaration.fields, source.family.declaration.section
+    fields = source.family.declaration.fields
+    section = source.family.declaration.section
     found = {field: source.text_config[field] for field in fields if field in source.text_config}
     if section is not None and section in source.config:
         found[section] = source.config[section]
@@ -90,7 +91,8 @@ def plain_tensor(source: Checkpoint, key: str, new_key: str, *, dtype: str = "BF
     """Return a tensor of a checkpoint, unchanged, or in bf16 (``dtype``) where it is stored in FP8 or FP4."""
     if source.tensors[key].dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
         return stored_tensor(source, key, new_key)
-    shape, wanted = plain_shape(key, source.tensors), TORCH_DTYPES[dtype]
+    shape = plain_shape(key, source.tensors)
+    wanted = TORCH_DTYPES[dtype]
     return PendingTensor(
         new_key, dtype, shape, lambda: (block.to(wanted) for block in read_plain_in_blocks(source, key))
     )
@@ -146,7 +148,8 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
     The stored blocks have shape (experts, out, blocks, 16), with two values in each byte and a scale for each block.
     The result has shape (experts, in, out).
     """
-    packed, scales = f"{key}_blocks", f"{key}_scales"
+    packed = f"{key}_blocks"
+    scales = f"{key}_scales"
     if not {packed, scales} <= source.tensors.keys():
         return None
     num_experts, num_out, *inward = source.tensors[packed].shape
@@ -164,7 +167,8 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
 
     The lm_head is left out, because it may be tied.
     """
-    prefix, family = layout.trunk_prefix, layout.family
+    prefix = layout.trunk_prefix
+    family = layout.family
     found = {}
     for key in checkpoint.tensors:
         name = key.removeprefix(prefix)
@@ -194,7 +198,8 @@ def require_same_trunk_shape(
             f"{base.path}: is {base.family.title}, but {finetune.path} is {finetune.family.title}; expected the base "
             "that the fine-tune came from. Point at that base."
         )
-    ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
+    ours = trunk_tensors(finetune, finetune_layout)
+    theirs = trunk_tensors(base, base_layout)
     shared, own, others = ours.keys() & theirs.keys(), trunk_modules(ours), trunk_modules(theirs)
     if finetune_layout.num_hidden_layers < base_layout.num_hidden_layers:
         shared = {name for name in shared if not _LAYER.match(name)}
@@ -208,7 +213,8 @@ def require_same_trunk_shape(
         )
     wiring = finetune.family.wiring
     for name in sorted(shared):
-        mine, other = finetune.tensors[ours[name]], base.tensors[theirs[name]]
+        mine = finetune.tensors[ours[name]]
+        other = base.tensors[theirs[name]]
         alike = mine.dtype == other.dtype or {mine.dtype, other.dtype} <= {*PLAIN_DTYPES}
         if mine.shape == other.shape or not alike:
             continue

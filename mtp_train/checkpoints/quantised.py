@@ -352,11 +352,13 @@ def plain_shape(key: str, tensors: StoredTensors) -> tuple[int, ...]:
 def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32."""
     tensors = checkpoint.tensors
-    scale, packed = scale_of(key, tensors), is_packed(key, tensors)
+    scale = scale_of(key, tensors)
+    packed = is_packed(key, tensors)
     if scale is None or not (packed or tensors[key].dtype in FP8_DTYPES):
         yield from checkpoint.read_in_blocks(key)
         return
-    scales, shape = checkpoint.read(scale).float(), plain_shape(key, tensors)
+    scales = checkpoint.read(scale).float()
+    shape = plain_shape(key, tensors)
     block_rows, block_columns = _FP4_BLOCK if packed else _declared_block(checkpoint)
     if len(shape) != 2 or scales.shape != (-(-shape[0] // block_rows), -(-shape[1] // block_columns)):
         raise CheckpointError(

@@ -49,11 +49,14 @@ def common_tensors(
     These are all tensors, unless the two checkpoints are quantised differently. Scales are left out, as part of the
     weights that they belong to, and so are weights that are packed in a form that is not read here.
     """
-    ours, theirs = trunk_tensors(checkpoint, layout), trunk_tensors(base, base_layout)
+    ours = trunk_tensors(checkpoint, layout)
+    theirs = trunk_tensors(base, base_layout)
     if layout.lm_head_key in checkpoint.tensors and base_layout.lm_head_key in base.tensors:
         name = layout.family.keys.lm_head
-        ours[name], theirs[name] = layout.lm_head_key, base_layout.lm_head_key
-    unread, unread_in_base = unread_weights(checkpoint.tensors), unread_weights(base.tensors)
+        ours[name] = layout.lm_head_key
+        theirs[name] = base_layout.lm_head_key
+    unread = unread_weights(checkpoint.tensors)
+    unread_in_base = unread_weights(base.tensors)
     names = sorted(
         name
         for name in ours.keys() & theirs.keys()
@@ -162,7 +165,8 @@ def compare_heads(
         new = plain_tensor(checkpoint, old.key, old.key)
         if new.shape == old.shape:
             moved, before, own = squared_change(new.parts(), old.parts())
-            change, size = change + moved, size + before
+            change += moved
+            size += before
             is_vector = len(old.shape) < 2
             moved_norms += moved * is_vector
             inner += (own + before - moved) / 2 * (not is_vector)

@@ -67,7 +67,8 @@ def near_duplicate_groups(texts: Sequence[str], progress: Progress | None = None
 
 def _join(parent_N: Indices, sketches_NH: Sketches, one_P: Indices, other_P: Indices) -> None:
     for start in range(0, len(one_P), 1 << 16):
-        ones, others = one_P[start : start + (1 << 16)], other_P[start : start + (1 << 16)]
+        ones = one_P[start : start + (1 << 16)]
+        others = other_P[start : start + (1 << 16)]
         alike = (sketches_NH[ones] == sketches_NH[others]).mean(axis=1) >= THRESHOLD
         for one, other in zip(ones[alike].tolist(), others[alike].tolist(), strict=True):
             low, high = sorted((_root(parent_N, one), _root(parent_N, other)))

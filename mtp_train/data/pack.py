@@ -203,7 +203,8 @@ def _best_fit(pool_N: Integers, lengths_N: Integers, seq_len_tokens: int) -> Gro
         length = int(lengths_N[place])
         tightest = bisect_left(by_room, (length, 0))
         if tightest == len(by_room):
-            room, group = seq_len_tokens, len(groups)
+            room = seq_len_tokens
+            group = len(groups)
             groups.append([])
         else:
             room, group = by_room.pop(tightest)

@@ -144,7 +144,8 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     _require_unicode(json.dumps(values, ensure_ascii=False, default=str), "a value", where)
     if "text" in values:
         return PlainText(parse_text(values["text"], "text", where).strip("\n"))
-    prompt, response = values.get("prompt"), values.get("response")
+    prompt = values.get("prompt")
+    response = values.get("response")
     if "instruction" in values:
         asked = [name for name in ("instruction", "input") if name == "instruction" or values.get(name)]
         prompt = [{"role": "user", "content": "\n".join(parse_text(values[name], name, where) for name in asked)}]

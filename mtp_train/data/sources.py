@@ -161,7 +161,8 @@ def _readable(
     """
     skipped = list[UnsupportedRecordError]()
     for number, owned in enumerate(rows, start=1):
-        row, where = owned[0], owned[2] or f"{name}, record {number}"
+        row = owned[0]
+        where = owned[2] or f"{name}, record {number}"
         try:
             require_text_only(row, where)
             content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
@@ -242,7 +243,8 @@ class _Source(NamedTuple):
 
     def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
         """Return the local JSON, CSV or text files of each split, which are read here; None for other sources."""
-        files, place = self.files, self.place
+        files = self.files
+        place = self.place
         if files is None or is_saved(place) or KINDS[_suffix(files[0])] == "parquet":
             return None
         if not place.is_dir():
@@ -322,7 +324,8 @@ def _cells(text: str) -> Iterator[Row]:
 
 def _objects(text: str) -> Iterator[Row]:
     """Yield the objects of JSON values that follow one another: objects, or lists of objects."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    place = 0
     while first := _NOT_SPACE.search(text, place):
         value, place = decoder.raw_decode(text, first.start())
         entries = value if isinstance(value, list) else [value]

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and a mask of the tokens that may be targets."""
 
-THINKING_STARTS, THINKING_ENDS = "<think>", "</think>"
+THINKING_STARTS = "<think>"
+THINKING_ENDS = "</think>"
 FIRST_TARGET = 2
 """Index of the first token that any depth can predict: depth 1 at row 0 predicts token 2."""
 
@@ -62,7 +63,8 @@ class Document:
     def __init__(self, input_ids: Sequence[int], loss_mask: Sequence[bool], group: str, id: str) -> None:
         self.input_ids = np.array(input_ids, dtype=np.int32)
         self.loss_mask = np.array(loss_mask, dtype=np.bool_)
-        self.group, self.id = group, id
+        self.group = group
+        self.id = id
 
     def has_target(self) -> bool:
         return bool(self.loss_mask[FIRST_TARGET:].any())
@@ -126,7 +128,8 @@ def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens
         prompt_ids = raw_tokens(tokenizer, content.prompt)
         target_ids = raw_tokens(tokenizer, str(content.response), start=False)
     else:
-        prompt_ids, target_ids = [], raw_tokens(tokenizer, content.text)
+        prompt_ids = []
+        target_ids = raw_tokens(tokenizer, content.text)
     # The data may contain the end-of-text token already.
     if target_ids[-1:] != [eos]:
         target_ids = [*target_ids, eos]

@@ -343,7 +343,8 @@ class Family:
 
     def require_transformers(self) -> None:
         """Raise an UnsupportedModelError if the installed transformers is too old for the family's trunk."""
-        found, needed = transformers.__version__, self.trunk.needs_transformers
+        found = transformers.__version__
+        needed = self.trunk.needs_transformers
         if needed is not None and Version(found) < Version(needed):
             raise UnsupportedModelError(
                 f"transformers: release {found}; expected {needed} or later, which {self.title} needs. Run pip install "
@@ -405,7 +406,8 @@ class Family:
         """Return every engine with its support for the head of a checkpoint with this config."""
         table = self.serving
         text_config = raw_text_config(config)
-        first, model_type = text_config.get("num_hidden_layers"), text_config.get("model_type")
+        first = text_config.get("num_hidden_layers")
+        model_type = text_config.get("model_type")
         if not table["transformers"].supported or not self.follows_the_trunk or model_type not in CONFIG_MAPPING:
             return table
         # transformers lists the keys of a head for the numbers of layers that releases have.
@@ -450,7 +452,8 @@ class Family:
 
     def conflicting_counts(self, config: RawConfig) -> str | None:
         """Return the declarations of a raw config, as a phrase, where they differ; None otherwise."""
-        declared, text_config = self.declaration, raw_text_config(config)
+        declared = self.declaration
+        text_config = raw_text_config(config)
         places = {
             "": config,
             "text_config.": text_config,

@@ -81,7 +81,8 @@ class KeepHead(TrainerCallback):
         if self._told or not state.is_world_process_zero or not directory.is_dir() or _holds_model(directory):
             return
         self._told = True
-        base, adapter = str(kept_base(model).path), is_adapter(directory)
+        base = str(kept_base(model).path)
+        adapter = is_adapter(directory)
         logger.warning(
             "%s: holds %s, so that the head stays in %s. It is added when the whole model is saved (save_pretrained, "
             "after merge_and_unload), and by: %s",
@@ -210,7 +211,8 @@ def _open_base(model: PreTrainedModel, named: str | Path | None) -> Checkpoint:
         )
     config = model.config.to_dict()
     family = family_for(config, where="KeepHead: the model")
-    ours, theirs = raw_text_config(config), base.text_config
+    ours = raw_text_config(config)
+    theirs = base.text_config
     shape = [(field, theirs[field], ours.get(field)) for field in SAME_SHAPE_FIELDS if field in theirs]
     for name, of_base, of_model in (("family", base.family.title, family.title), *shape):
         if of_base != of_model:

@@ -176,7 +176,8 @@ class HeadBeside(TrainerCallback):
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Add the gradient of the head's loss on the decoder's output to the gradients of the head's parameters."""
         hidden_BTD = self.trunk.last_state(output).detach()
-        outer, self._arguments = self._arguments, {}
+        outer = self._arguments
+        self._arguments = {}
         tokens_BT = inputs[0] if inputs else named.get("input_ids")
         if tokens_BT is None:
             # A vision-language model embeds the tokens before it calls its decoder: take them from the outer call.

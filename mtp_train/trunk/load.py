@@ -141,7 +141,8 @@ class Trunk(Ends):
         """
         from accelerate import cpu_offload
 
-        layers, self.decoder.layers = self.layers, nn.ModuleList()
+        layers = self.layers
+        self.decoder.layers = nn.ModuleList()
         self.to(device)
         self.decoder.layers = layers
         for layer in layers:
@@ -188,7 +189,8 @@ class Trunk(Ends):
 
         It is the input of the final norm where the family's heads may read that, and its output otherwise.
         """
-        kept, self._kept = self._kept, {}
+        kept = self._kept
+        self._kept = {}
         state: Tensor = kept.get(None, output.last_hidden_state)
         # A model on several devices leaves each layer's input on that layer's device.
         shown = [kept[index].to(state.device) for index in self.shown_layers]
@@ -204,7 +206,8 @@ class Trunk(Ends):
         if not self.shows_keys:
             return self.last_state(self.decoder(input_ids=tokens_BT, use_cache=False))
         output = self.decoder(input_ids=tokens_BT, use_cache=False, return_shared_kv_states=True)
-        keys, kinds = output.shared_kv_states or {}, self.family.trunk.key_shapes(self.config)
+        keys = output.shared_kv_states or {}
+        kinds = self.family.trunk.key_shapes(self.config)
         if not keys.keys() >= kinds.keys():
             raise UnsupportedModelError(
                 f"transformers: release {transformers.__version__} returns no keys of a trunk whose layers share none; "
@@ -294,7 +297,8 @@ def _loading(checkpoint: Checkpoint, device: torch.device, on_layer: OnLayer) ->
 
 def _require_quantizer(checkpoint: Checkpoint) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
-    settings, is_head = quant_settings(checkpoint.config), layout_of(checkpoint).is_head_key
+    settings = quant_settings(checkpoint.config)
+    is_head = layout_of(checkpoint).is_head_key
     if settings and AutoHfQuantizer.supports_quant_method(settings):
         return
     if packed := [key for key in packed_keys(checkpoint.tensors) if not is_head(key)]:

@@ -73,14 +73,16 @@ def bf16_support(device: torch.device) -> tuple[bool, str]:
 
 
 def _cpu_support() -> tuple[bool, str]:
-    machine, capability = platform.machine().lower(), torch.backends.cpu.get_cpu_capability()
+    machine = platform.machine().lower()
+    capability = torch.backends.cpu.get_cpu_capability()
     # oneDNN multiplies bf16, limited by ONEDNN_MAX_CPU_ISA. torch for Apple's CPUs is built without oneDNN.
     native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if machine not in ("x86_64", "amd64"):
         return native, f"this CPU ({machine}) {_has(native)}"
     # oneDNN also reports support on AVX-512 without bf16 instructions, where it emulates them. torch's own queries read
     # the processor's features, whatever the limit in ATEN_CPU_CAPABILITY.
-    amx, dot_products = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    amx = torch.cpu._is_amx_tile_supported()
+    dot_products = torch.cpu._is_avx512_bf16_supported()
     native = native and (amx or dot_products) and capability == "AVX512"
     # Intel's AVX512_BF16 has half the throughput of its fp32 (measured on Emerald Rapids): AMX is Intel's bf16, and
     # virtual machines often hide it. By AMD's manuals its AVX512_BF16 has twice the throughput of fp32.
@@ -136,7 +138,8 @@ class Scratch:
 
     def copies(self, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         sizes = [-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in tensors]
-        total, device = sum(sizes), tensors[0].device
+        total = sum(sizes)
+        device = tensors[0].device
         if self._buffer.numel() < total or self._buffer.device != device or self._buffer.dtype != dtype:
             self._buffer = torch.empty(total, dtype=dtype, device=device)
         parts = zip(self._buffer[:total].split(sizes), tensors, strict=True)
@@ -151,7 +154,8 @@ def computing_in(
 
     A layer is converted as a unit, because some layers read the weights of their submodules without calling them.
     """
-    kept, scratch = kept_in_fp32(model), scratch or Scratch()
+    kept = kept_in_fp32(model)
+    scratch = scratch or Scratch()
     with ExitStack() as stack:
         for name, unit in _units(model, layers):
             held = _to_convert(name, unit, dtype, kept)
@@ -206,7 +210,8 @@ class _Unit:
     """
 
     def __init__(self, unit: nn.Module, dtype: torch.dtype, held: list[Held], scratch: Scratch) -> None:
-        self._dtype, self._scratch = dtype, scratch
+        self._dtype = dtype
+        self._scratch = scratch
         self._embeds = type(unit) is nn.Embedding
         self._held = [] if self._embeds else held
 

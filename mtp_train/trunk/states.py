@@ -177,7 +177,8 @@ class StoredStates(States):
 
     def __init__(self, ends: Ends, *, width: int, dtype: torch.dtype) -> None:
         super().__init__(ends)
-        self.width, self.dtype = width, dtype
+        self.width = width
+        self.dtype = dtype
 
     @abstractmethod
     def document(self, number: int) -> Tensor:

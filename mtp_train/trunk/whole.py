@@ -69,7 +69,8 @@ class _Shape(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to:
             dtypes = [one for one in (*args[1:], *(kwargs or {}).values()) if isinstance(one, torch.dtype)]
-            args, kwargs = (args[0], *dtypes), {}
+            args = (args[0], *dtypes)
+            kwargs = {}
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -172,7 +173,8 @@ def _whole_numbers(tensors: StoredTensors, plain: Iterable[str], model: Any) -> 
 
 def _model_without_weights(checkpoint: Checkpoint) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
-    family, trusts = checkpoint.family, checkpoint.trusts_code
+    family = checkpoint.family
+    trusts = checkpoint.trusts_code
     try:
         _ = family.classes
         config = trunk_config(checkpoint.path, family, trust_remote_code=trusts)

@@ -84,7 +84,8 @@ def _llama3_factors(config: RawConfig) -> list[float] | None:
     """Return the divisors of full attention's rotary frequencies; 1 for dimensions without rotation."""
     if not _is_llama3(config):
         return None
-    rope, size = {"partial_rotary_factor": 0.5, **rope_of(config)}, int(config["head_dim"])
+    rope = {"partial_rotary_factor": 0.5, **rope_of(config)}
+    size = int(config["head_dim"])
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=size, rope_parameters=rope))
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(scaled)) / len(scaled))
     return [*(plain / scaled).tolist(), *[1.0] * (size // 2 - len(scaled))]

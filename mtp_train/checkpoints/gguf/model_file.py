@@ -48,7 +48,8 @@ from mtp_train.families import RawConfig
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of a split."""
-BLOCK_COUNT, NUM_MODULES_KEY = "block_count", "nextn_predict_layers"
+BLOCK_COUNT = "block_count"
+NUM_MODULES_KEY = "nextn_predict_layers"
 _SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")
 """The trunk's tensors that llama.cpp's loader requires beside a head in a file of its own."""
 
@@ -315,7 +316,8 @@ def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> Non
             trunk = _read(model, AutoModelForCausalLM, dtype=dtype)
         # transformers keeps the file's quantisation in the config, and then refuses to save.
         trunk.config.__dict__.pop("quantization_config", None)
-        trunk.is_quantized, trunk.hf_quantizer = False, None
+        trunk.is_quantized = False
+        trunk.hf_quantizer = None
         trunk.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         if model.head and model.declared_modules:

@@ -120,7 +120,8 @@ def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = Non
     """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
     def read(config: RawConfig) -> Value:
-        kinds, heads = config.get(field), [] if modules is None else [modules] * config[NUM_MODULES]
+        kinds = config.get(field)
+        heads = [] if modules is None else [modules] * config[NUM_MODULES]
         return None if kinds is None else [found == kind for found in kinds] + heads
 
     return read

@@ -232,7 +232,8 @@ def _of_head(
     part_of = {ours: (name, place) for name, join in record.joined.items() for place, ours in enumerate(join.parts)}
     num_layers = int(config["num_hidden_layers"])
     for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
-        mapped, shared = layout.map_key(native.key), layout.shared_key(native.key)
+        mapped = layout.map_key(native.key)
+        shared = layout.shared_key(native.key)
         if shared is not None:
             name = LM_HEAD_NAME if shared == layout.family.keys.lm_head else EMBEDDING_NAME
             yield replace(native, key=f"blk.{num_layers + layout.shared_module(native.key)}.{name}")
@@ -287,7 +288,8 @@ def _named(
     Args:
         part: The number of the tensor among those of its parameter, and their count.
     """
-    name, (number, count) = record.names.get(ours), part
+    name = record.names.get(ours)
+    number, count = part
     if name is None:
         raise _no_name(native.key, record)
     if isinstance(name, str) or count > 1:
@@ -314,7 +316,8 @@ def _cut(how: str, block: Tensor, config: RawConfig) -> tuple[Tensor, ...]:
         return block.chunk(2, dim=-2)
     if how != "latent_kv":
         return (paired(block, int(config[how])),)
-    key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    key_dims = int(config["qk_nope_head_dim"])
+    value_dims = int(config["v_head_dim"])
     by_head = block.view(-1, key_dims + value_dims, block.shape[1])
     return by_head[:, :key_dims].transpose(1, 2), by_head[:, key_dims:]
 

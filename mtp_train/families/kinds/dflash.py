@@ -20,7 +20,8 @@ from mtp_train.families.kinds.llama import STATES_IN_LLAMA_CPP, STATES_IN_SGLANG
 from mtp_train.families.layouts import key_rules
 from mtp_train.families.spec import Family, HeadLayer, RawConfig, Wiring
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _OF_SPECULATORS = "aux_hidden_state_layer_ids"
 """A field that the configs of the speculators package alone have."""
 _OF_TRANSFORMERS = "muse_glimmer_assistant"
@@ -74,7 +75,8 @@ def block_masks(config: RawConfig) -> dict[str, BlockMask]:
     - The authors' format: sliding layers are causal and others not, unless one field declares it for all. A window
       counts the token itself. So vLLM 0.32 and SGLang read it; their measurements for z-lab's Gemma 4 drafter agree.
     """
-    types, window = layer_types(config), config.get("swa_window_size") or config.get("sliding_window")
+    types = layer_types(config)
+    window = config.get("swa_window_size") or config.get("sliding_window")
     if SLIDING in types and not isinstance(window, int):
         raise UnsupportedModelError(
             f"sliding_window: {window!r}; expected the window of the drafter's sliding layers. Restore the original."
@@ -97,7 +99,8 @@ def _layers_read(config: RawConfig) -> tuple[int, ...]:
 
 
 def _sizes(config: RawConfig, trunk: PretrainedConfig) -> Mapping[str, tuple[Any, Any]]:
-    layers, count = _layers_read(config), trunk.num_hidden_layers
+    layers = _layers_read(config)
+    count = trunk.num_hidden_layers
     return {
         **own_sizes(config, trunk),
         "num_target_layers": (config.get("num_target_layers", count), count),

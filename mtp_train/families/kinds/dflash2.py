@@ -45,9 +45,12 @@ class ConvolvedLayer(nn.Module):
 
     def __init__(self, layer: Any, config: Any) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
-        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
-        self.attention_conv, self.mlp_conv = BlockConvolutions(config), BlockConvolutions(config)
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+        self.attention_conv = BlockConvolutions(config)
+        self.mlp_conv = BlockConvolutions(config)
 
     def forward(self, hidden_BTD: Tensor, **of_attention: Any) -> Tensor:
         """Run the layer: (B, T, D) to (B, T, D); other arguments as in transformers' layers."""

@@ -20,7 +20,8 @@ from mtp_train.families.models.after_the_trunk import DEEPSEEK_V4
 from mtp_train.families.spec import RawConfig, Wiring
 from mtp_train.head_kinds import DSPARK_INSIDE
 
-BLOCK_SIZE, LAYERS_READ = "dspark_block_size", "dspark_target_layer_ids"
+BLOCK_SIZE = "dspark_block_size"
+LAYERS_READ = "dspark_target_layer_ids"
 FIELDS = (BLOCK_SIZE, LAYERS_READ, "dspark_noise_token_id", "dspark_markov_rank")
 
 
@@ -41,7 +42,8 @@ PARTS = InsideParts(head="mtp_train.heads.dspark:InsideHead")
 
 
 def _stages(config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    read, mask = config.dspark_target_layer_ids, config.dspark_noise_token_id
+    read = config.dspark_target_layer_ids
+    mask = config.dspark_noise_token_id
     if not read or not {*read} <= {*range(config.num_hidden_layers)} or mask not in range(config.vocab_size):
         raise UnsupportedModelError(
             f"config.json: {LAYERS_READ} {read} and dspark_noise_token_id {mask}; expected layers and a token of the "

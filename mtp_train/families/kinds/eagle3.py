@@ -34,13 +34,15 @@ class Eagle3Layer(nn.Module):
     def __init__(self, layer: Any, hidden_norm: nn.Module, *, adds_normed: bool) -> None:
         super().__init__()
         self.adds_normed = adds_normed
-        self.input_layernorm, self.hidden_norm = layer.input_layernorm, hidden_norm
+        self.input_layernorm = layer.input_layernorm
+        self.hidden_norm = hidden_norm
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = self.self_attn.get_submodule(name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             self.self_attn.set_submodule(name, wide)
-        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
 
     def forward(self, embedding_and_state: Tensor, **of_attention: Any) -> Tensor:
         """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); other arguments as in transformers' layers."""

@@ -28,7 +28,8 @@ class HeadModule(Block):
 
     def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
         super().__init__()
-        hidden_size, streams = layer_config.hidden_size, family.trunk.streams
+        hidden_size = layer_config.hidden_size
+        streams = family.trunk.streams
         self.joined = streams is not None and streams.joined
         self.embed_norm = family.classes.make_norm(layer_config)
         width = family.state_width(layer_config) if self.joined else hidden_size

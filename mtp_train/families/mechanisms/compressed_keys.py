@@ -80,7 +80,8 @@ def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: Any) -> T
             torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], dim=2) for both in (values_BGNX, gates_BGNX)
         )
     else:
-        values_BGNX, gates_BGNX = values_BGNX[:, 1:], gates_BGNX[:, 1:]
+        values_BGNX = values_BGNX[:, 1:]
+        gates_BGNX = gates_BGNX[:, 1:]
     weights_BGNX = gates_BGNX.softmax(dim=2, dtype=torch.float32).to(values_BGNX.dtype)
     entries_BGX = compressor.kv_norm((values_BGNX * weights_BGNX).sum(dim=2))
     groups_BG = groups_BG[:, 1:]

@@ -22,7 +22,8 @@ from transformers import Cache
 from mtp_train.families.mechanisms.relative_positions import UnrolledRows
 from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer
 
-_INPUTS, _SLOTS = 0, 1
+_INPUTS = 0
+_SLOTS = 1
 
 
 class Pools(NamedTuple):
@@ -104,7 +105,8 @@ class PoolIndexer:
         age_N = torch.arange(size - 1, -1, -1, device=place_BT.device)
         rest_BTN = ending_BTN.masked_fill(age_N >= num_left_BT[..., None], -1)
         scores_BTP = self.scores(query, pools.keys_BPX)
-        last_BP, num_slots = pools.slots_BPN[..., -1], seen_BTS.shape[-1]
+        last_BP = pools.slots_BPN[..., -1]
+        num_slots = seen_BTS.shape[-1]
         # A query may attend to a pool if it may attend to the pool's last key.
         there_B1P = ((last_BP >= 0) & (last_BP < num_slots))[:, None]
         seen_BTP = seen_BTS.gather(-1, last_BP.clamp(0, num_slots - 1)[:, None].expand_as(scores_BTP)) & there_B1P

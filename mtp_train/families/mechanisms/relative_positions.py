@@ -34,7 +34,8 @@ class RelativeProfiles(nn.Module):
         super().__init__()
         self.proj = stock.proj
         self.rel_extent = stock.rel_extent
-        self.floor, self.alpha = floor, alpha
+        self.floor = floor
+        self.alpha = alpha
         self._by_place = type(stock).forward
 
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ class ShortConvolution(nn.Module):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Run the convolution, (B, T, C) to (B, T, C); arguments as in transformers' module."""
-        inputs_BTC, cache = hidden_states.float(), given.get(CACHE)
+        inputs_BTC = hidden_states.float()
+        cache = given.get(CACHE)
         if cache is None:
             taps = [shifted(inputs_BTC, back) for back in range(self.width)]
         else:

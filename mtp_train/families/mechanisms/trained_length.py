@@ -67,7 +67,8 @@ def keep_trained_length(decoder: Any) -> None:
 
 def _refuse_longer(decoder: Any, limit: int, field: str) -> None:
     def refuse_longer(_decoder: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        num_tokens, cache = given["input_ids"].shape[1], given.get(CACHE)
+        num_tokens = given["input_ids"].shape[1]
+        cache = given.get(CACHE)
         # get_mask_sizes returns the number of keys and the first position without a device synchronisation. Their sum
         # bounds the length of the longest row's text, this window included.
         last = num_tokens if cache is None else sum(cache.layers[0].get_mask_sizes(num_tokens))

@@ -398,7 +398,8 @@ def _prepare_trunk(decoder: Any) -> None:
     """
     config = decoder.config
     for layer in decoder.layers:
-        attention, stock = layer.self_attn, layer.self_attn.rel_logits_proj
+        attention = layer.self_attn
+        stock = layer.self_attn.rel_logits_proj
         if not isinstance(stock, RelativeProfiles):
             floor = None if attention.is_sliding else config.log_scaling_n_floor
             attention.rel_logits_proj = RelativeProfiles(stock, floor, config.log_scaling_alpha)
