@@ -377,9 +377,9 @@ class _Plan:
         """Check that an adapter keeps embedding and lm_head equal where they are one tensor."""
         trained = [f"{pair.module}.weight" for pair in self.adapter.pairs]
         # peft also stores a resized embedding that it did not train.
-        replaced = self.adapter.replacements
-        saved = self.adapter.saved
-        trained += [name for name in replaced if name.removesuffix(".weight").endswith(saved)]
+        trained += [
+            name for name in self.adapter.replacements if name.removesuffix(".weight").endswith(self.adapter.saved)
+        ]
         for name in trained:
             is_end = self.home(name) in self._ends or name.endswith(LM_HEAD)
             if is_end and self._tied and not self.adapter.keeps_tied:

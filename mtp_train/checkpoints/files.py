@@ -195,10 +195,9 @@ class Checkpoint:
         the pages of a mapping count as this process's memory.
         """
         file = self.tensors[key].file
-        start = self.tensors[key].start
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
-            handle.seek(start + offset)
+            handle.seek(self.tensors[key].start + offset)
             if handle.readinto(data.numpy().data) < count:
                 raise CheckpointError(
                     f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "

@@ -168,14 +168,13 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
     The lm_head is left out, because it may be tied.
     """
     prefix = layout.trunk_prefix
-    family = layout.family
     found = {}
     for key in checkpoint.tensors:
         name = key.removeprefix(prefix)
         # A head under the decoder's prefix is a head under another name.
         is_head = layout.is_head_key(key) or layout.is_head_key(name)
         if key.startswith(prefix) and not is_head and key != layout.lm_head_key:
-            for saved, released in family.keys.saved_names.items():
+            for saved, released in layout.family.keys.saved_names.items():
                 name = name.replace(saved, released)
             found[name] = key
     return found

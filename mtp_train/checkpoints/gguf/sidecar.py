@@ -219,8 +219,7 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
 
     Checkpoints with tied embeddings lack the lm_head, which the loader accepts.
     """
-    family = layout.family
-    norm = f"{layout.trunk_prefix}{family.trunk.final_norm}.weight"
+    norm = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
     return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
 
 

@@ -237,10 +237,11 @@ def of_kind(family: Family, kind: str) -> Family:
 def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
     """Return the kinds of new heads that a trunk can be given, each with the engines that draft with it."""
     found = {}
-    for kind in (one for one in head_kinds() if "random" in one.starts):
-        with contextlib.suppress(UnsupportedModelError):
-            support = of_kind(family, kind.name).serving
-            found[kind.name] = tuple(engine for engine, one in support.items() if one.supported)
+    for kind in head_kinds():
+        if "random" in kind.starts:
+            with contextlib.suppress(UnsupportedModelError):
+                engines = of_kind(family, kind.name).serving.items()
+                found[kind.name] = tuple(engine for engine, one in engines if one.supported)
     return found
 
 
