@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -92,8 +92,7 @@ Step = Callable[[int, Tensor], Tensor]
 """From the number of a block's first row, and the block in fp32, to the block that replaces it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
+class LowRank(NamedTuple):
     """The matrices that adapt one parameter by ``scale * left @ right``, a pair for each expert that it stacks."""
 
     module: str
@@ -111,8 +110,7 @@ class LowRank:
     """DoRA's magnitude: the norm of each row of the merged weight."""
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A LoRA adapter: the parameters that it changes, with its matrices still on disk."""
 
     stored: Checkpoint

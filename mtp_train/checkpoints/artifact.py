@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor
@@ -55,8 +55,7 @@ class HeadConfigFile(BaseModel):
     draft_config: JsonObject | None = None
 
 
-@dataclass(frozen=True)
-class OwnOutput:
+class OwnOutput(NamedTuple):
     """The head's own output matrix, which is not trained."""
 
     weight: PendingTensor

@@ -16,10 +16,10 @@ import itertools
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.progress import Progress
 
@@ -88,7 +88,7 @@ def write_checkpoint(
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
     changed |= {file for file, _ in source.superseded}
     documents = patched_documents(source, layout, head, merge.config_fields)
-    index = placed.index(source) if source.index is not None or placed.additions else None
+    index = placed.new_index(source) if source.index is not None or placed.additions else None
     if index != source.index:
         documents[INDEX_FILE] = index
     left_out = {*documents, *merge.files}
@@ -172,7 +172,7 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             temporary.replace(shard)
         finally:
             temporary.unlink(missing_ok=True)
-        write_json(source.path / INDEX_FILE, placed.index(source))
+        write_json(source.path / INDEX_FILE, placed.new_index(source))
         for name, document in documents.items():
             write_json(source.path / name, document)
         if SINGLE_FILE in placed.renames:
@@ -203,8 +203,7 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
             write_json(directory / name, document)
 
 
-@dataclass(frozen=True)
-class _Placed:
+class _Placed(NamedTuple):
     """The places of new tensors in a copy of a checkpoint."""
 
     patches: Mapping[str, PendingTensor]
@@ -218,7 +217,7 @@ class _Placed:
     renames: Mapping[str, str]
     """Old file name to new one."""
 
-    def index(self, source: Checkpoint) -> JsonObject:
+    def new_index(self, source: Checkpoint) -> JsonObject:
         """Return the copy's index, which lists every tensor, also those that the source's own index does not."""
         tensors = {key: info for key, info in source.tensors.items() if key not in self.dropped}
         tensors |= {key: pending.info(tensors[key].file) for key, pending in self.patches.items()}

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from rich.progress import Progress
@@ -95,8 +96,7 @@ def file_status(found: os.stat_result) -> FileStatus:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
 
 
-@dataclass(frozen=True)
-class InputFiles:
+class InputFiles(NamedTuple):
     """The files that identify an input: a checkpoint, an adapter, a head or a source of data."""
 
     location: Path

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ REDUCED_OUTPUT = re.compile(r"(?:.+\.)?(?:draft_lm_head|lm_head_draft|draft_voca
 beside the head, and is no part of it."""
 
 
-@dataclass(frozen=True)
-class Mapped:
+class Mapped(NamedTuple):
     """The meaning of a native key: parameter ``ours``, or a part of it."""
 
     ours: str

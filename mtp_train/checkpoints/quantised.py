@@ -13,7 +13,7 @@ import copy
 import fnmatch
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ _UNPACKED = re.compile(r".+\.weight|.+\.experts\.\w+_proj")
 """The weight of a layer, or of stacked experts."""
 
 
-@dataclass(frozen=True)
-class _Method:
+class _Method(NamedTuple):
     """How a quantisation method names the modules that it leaves in plain floats."""
 
     fields: tuple[str, ...]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import transformers
 from packaging.version import Version
@@ -130,8 +130,7 @@ class HeadLayer:
         return self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrunkClass:
+class TrunkClass(NamedTuple):
     """Another model's transformers classes, used to load a trunk whose own model type transformers lacks."""
 
     model_type: str
@@ -166,8 +165,7 @@ class Streams:
     """Whether layers, mixer and the head's norm of the state take the streams as one concatenated state."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurrentKernels:
+class RecurrentKernels(NamedTuple):
     """Names of the functions that a recurrent layer calls in its Python module; the decoder replaces them to verify.
 
     See ``mtp_inference/cache/recurrent.py``.

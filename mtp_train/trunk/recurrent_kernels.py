@@ -12,10 +12,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -36,8 +35,7 @@ _WITH_GROUPED_HEADS = Version("0.5")
 gives them. Earlier ones read past the keys."""
 
 
-@dataclass(frozen=True)
-class ByTensor:
+class ByTensor(NamedTuple):
     """A function of a recurrent layer that chooses between a package's kernel and torch in each call.
 
     Attributes:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.layouts import weights
@@ -28,8 +28,7 @@ _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """A parameter that GGUF stores as two tensors, or with its rows in another order."""
 
     how: Literal["halves", "latent_kv", "num_attention_heads", "num_key_value_heads"]
@@ -38,8 +37,7 @@ class Cut:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """Matrices that GGUF stores as one tensor."""
 
     axis: Literal[0, 1]
