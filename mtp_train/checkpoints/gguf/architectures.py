@@ -86,7 +86,11 @@ def _llama3_factors(config: RawConfig) -> list[float] | None:
         return None
     rope = {"partial_rotary_factor": 0.5, **rope_of(config)}
     size = int(config["head_dim"])
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=size, rope_parameters=rope))
+    # transformers warns of a context that is no longer than the old one, and does not read it here.
+    longer = 2 * rope["original_max_position_embeddings"]
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(head_dim=size, rope_parameters=rope, max_position_embeddings=longer)
+    )
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(scaled)) / len(scaled))
     return [*(plain / scaled).tolist(), *[1.0] * (size // 2 - len(scaled))]
 

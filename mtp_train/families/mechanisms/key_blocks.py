@@ -63,10 +63,7 @@ class BlockIndexer(nn.Module):
         self.q_proj, self.k_proj, self.q_norm, self.k_norm = stock.q_proj, stock.k_proj, stock.q_norm, stock.k_norm
         self.rotate = rotate
         self.layer_idx = stock.layer_idx
-        self.width = config.index_head_dim
-        self.block_size = config.index_block_size
-        self.num_chosen = config.index_topk_blocks
-        self.num_local = config.index_local_blocks
+        self.config = config
 
     @torch.no_grad()
     def forward(
@@ -77,10 +74,10 @@ class BlockIndexer(nn.Module):
         position_ids: Tensor,
     ) -> KeyScores | None:
         """Return the scores of all keys, or None if there are no more blocks than a query may attend to."""
-        heads = (*hidden_states.shape[:-1], -1, self.width)
+        heads = (*hidden_states.shape[:-1], -1, self.config.index_head_dim)
         query_BHTX = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
         key_B1SX = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
-        cos, sin = (part[..., : self.width] for part in position_embeddings)
+        cos, sin = (part[..., : self.config.index_head_dim] for part in position_embeddings)
         query_BHTX, key_B1SX = self.rotate(query_BHTX, key_B1SX, cos, sin)
         positions_BS = position_ids
         if cache is not None:
@@ -88,14 +85,14 @@ class BlockIndexer(nn.Module):
             positions_BS = layer.update_positions(position_ids)
             key_B1SX = layer.update_index(key_B1SX)
         # The position of a later module's row exceeds its slot by up to the number of modules.
-        num_blocks = (key_B1SX.shape[2] + MOST_MODULES) // self.block_size + 1
-        if num_blocks <= self.num_chosen:
+        num_blocks = (key_B1SX.shape[2] + MOST_MODULES) // self.config.index_block_size + 1
+        if num_blocks <= self.config.index_topk_blocks:
             return None
         scores_BHTS = query_BHTX.float() @ key_B1SX.float().transpose(-1, -2)
         return KeyScores(scores_BHTS, self._blocks(positions_BS), self._blocks(position_ids), num_blocks)
 
     def _blocks(self, positions: Tensor) -> Tensor:
-        return positions.clamp(min=0) // self.block_size
+        return positions.clamp(min=0) // self.config.index_block_size
 
     @torch.no_grad()
     def build_block_mask(
@@ -115,10 +112,10 @@ class BlockIndexer(nn.Module):
         key_blocks_BHTS = key_blocks_BS[:, None, None].expand_as(seen_BHTS)
         best_BHTN = seen_BHTS.new_full((*seen_BHTS.shape[:3], num_blocks), -torch.inf)
         best_BHTN = best_BHTN.scatter_reduce(-1, key_blocks_BHTS, seen_BHTS, "amax")
-        for distance in range(self.num_local):
+        for distance in range(self.config.index_local_blocks):
             near_BHT1 = (query_blocks_BT - distance).clamp(min=0)[:, None, :, None].expand_as(best_BHTN[..., :1])
             best_BHTN = best_BHTN.scatter(-1, near_BHT1, torch.inf)
         # Blocks whose keys are all masked may be among the best; the attention mask removes them again.
-        chosen_BHTK = best_BHTN.topk(min(self.num_chosen, num_blocks), dim=-1).indices
+        chosen_BHTK = best_BHTN.topk(min(self.config.index_topk_blocks, num_blocks), dim=-1).indices
         chosen_BHTN = torch.zeros_like(best_BHTN, dtype=torch.bool).scatter(-1, chosen_BHTK, True)
         return chosen_BHTN.gather(-1, key_blocks_BHTS) & attention_mask
