@@ -84,13 +84,15 @@ def _llama3_factors(config: RawConfig) -> list[float] | None:
     """Return the divisors of full attention's rotary frequencies; 1 for dimensions without rotation."""
     if not _is_llama3(config):
         return None
-    rope = {"partial_rotary_factor": 0.5, **rope_of(config)}
+    rope = rope_of(config)
     size = int(config["head_dim"])
-    # transformers warns of a context that is no longer than the old one, and does not read it here.
-    longer = 2 * rope["original_max_position_embeddings"]
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](
-        LlamaConfig(head_dim=size, rope_parameters=rope, max_position_embeddings=longer)
+    rotating = LlamaConfig(
+        head_dim=int(size * rope.get("partial_rotary_factor", 0.5)),
+        rope_parameters={**rope, "partial_rotary_factor": 1.0},
+        # transformers warns of a context that is no longer than the old one, and does not read it here.
+        max_position_embeddings=2 * rope["original_max_position_embeddings"],
     )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](rotating)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(len(scaled)) / len(scaled))
     return [*(plain / scaled).tolist(), *[1.0] * (size // 2 - len(scaled))]
 
