@@ -33,9 +33,8 @@ from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.context import HeldTrunk
 from mtp_train.runs.inputs import Inputs, source_plan
-from mtp_train.runs.run import Run
+from mtp_train.runs.run import HeldTrunk, Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
 from mtp_train.runs.trunks import decoding_trunk

@@ -64,7 +64,6 @@ from mtp_train.report.wording import format_estimate, format_number
 from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.write import WriteResult
-from mtp_train.runs.context import processes_of
 from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import serves_of, write_export, write_untrained_card
@@ -83,6 +82,7 @@ from mtp_train.runs.inputs import (
 from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.refusals import require_trainable
 from mtp_train.runs.resolve import Choice, Overrides, override_texts, resolved_recipe
+from mtp_train.runs.run import processes_of
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of

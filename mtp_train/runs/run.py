@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
 from rich.progress import Progress
 
-from mtp_train.checkpoints.identity import RECORD_FILE
+from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, TrainingError
+from mtp_train.evaluation.decoding import Processes
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.context import RunContext
-from mtp_train.runs.inputs import gather_inputs
+from mtp_train.runs.forecast import Forecast
+from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import require_answers
 from mtp_train.runs.resolve import Choice
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
+from mtp_train.runs.settings import plan_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
+from mtp_train.train.plan import Plan
+from mtp_train.train.shard import give_up_shards
+from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import resolve_precision
 
 ATTEMPTS, PAUSE_SECONDS = 60, 1.0
@@ -46,8 +53,42 @@ def join_processes(recipe: Recipe, directory: RunDirectory) -> tuple[RunAccelera
         return accelerator, broadcast_object_list([resolved])[0]
 
 
-class Run(RunContext):
-    """A run in progress, with the trunk that its stages read. All processes make the same calls."""
+@dataclass
+class HeldTrunk:
+    """The trunk in memory, of which there is one at a time."""
+
+    trunk: Trunk | None = None
+    form: Literal["whole", "in shards", "spent"] = "spent"
+    """``spent``: in shards that a training has wrapped, so that no other one can use them."""
+    dtype: torch.dtype | None = None
+
+    @property
+    def whole(self) -> Trunk | None:
+        return self.trunk if self.form == "whole" else None
+
+    def release(self, accelerator: RunAccelerator) -> None:
+        """Let go of the trunk and its memory; the caller has to drop its own references."""
+        if self.trunk is not None:
+            give_up_shards(self.trunk, accelerator)
+        self.trunk, self.form = None, "spent"
+        # Shards and their hooks form reference cycles.
+        gc.collect()
+
+
+@dataclass
+class Run:
+    """A run in progress, with the trunk that its stages read. Every process has one, and makes the same calls."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    inputs: Inputs
+    accelerator: RunAccelerator
+    progress: Progress
+    attempt: Attempt = field(default_factory=Attempt)
+    records: Records = field(default_factory=dict)
+    """Content hashes of the inputs from before they were loaded; of the main process."""
+    held: HeldTrunk = field(default_factory=HeldTrunk)
+    forecast: Forecast = field(default_factory=Forecast)
 
     @classmethod
     def begin(
@@ -74,6 +115,18 @@ class Run(RunContext):
             adapter = records[ADAPTER].contents if ADAPTER in records else None
             require_answers(recipe, directory.path, (records[TRUNK].contents, adapter))
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.recipe, self.accelerator.num_processes)
+
+    @property
+    def processes(self) -> Processes:
+        return processes_of(self.accelerator)
 
     def settle(self, choices: Sequence[Choice]) -> None:
         """Set fields that were ``auto`` in the recipe and in its record, and print them."""
@@ -106,6 +159,10 @@ class Run(RunContext):
             "plan": asdict(self.plan),
             **environment_facts(),
         }
+
+
+def processes_of(accelerator: RunAccelerator) -> Processes:
+    return Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
 
 
 def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:

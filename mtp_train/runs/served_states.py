@@ -29,7 +29,7 @@ from mtp_train.families import RawConfig
 from mtp_train.families.served_states import states_command
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
-from mtp_train.runs.context import RunContext
+from mtp_train.runs.run import Run
 from mtp_train.train.fetched_states import FetchedStates
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -83,7 +83,7 @@ class StatesSource:
 
 
 def open_source(
-    run: RunContext, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
+    run: Run, spec: StatesSpec, ends: Ends, texts: Sequence[Sequence[int]], layers: tuple[int, ...]
 ) -> StatesSource:
     """Connect to the recipe's server and let it prove itself; every process must call it.
 
@@ -148,13 +148,13 @@ def prove_trunk(
     )
 
 
-def recorded_identity(run: RunContext) -> list[str] | None:
+def recorded_identity(run: Run) -> list[str] | None:
     """Return the identity of the server that the run began with, which ends with the dtype of its states."""
     path = run.directory.path / SERVER_FILE
     return read_json(path)["identity"] if path.is_file() else None
 
 
-def _require_same_server(run: RunContext, endpoint: Endpoint, identity: list[str]) -> None:
+def _require_same_server(run: Run, endpoint: Endpoint, identity: list[str]) -> None:
     recorded = recorded_identity(run)
     if recorded not in (None, identity):
         raise ChangedInputError(

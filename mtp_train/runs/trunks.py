@@ -19,8 +19,8 @@ from mtp_train.progress import shown_loading
 from mtp_train.recipe.sections import HiddenCacheSpec, StatesSpec
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.check import Shapes
-from mtp_train.runs.context import RunContext
 from mtp_train.runs.refusals import HeadOnTrunk
+from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.served_states import StatesSource, open_source, recorded_identity
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
@@ -34,7 +34,7 @@ from mtp_train.trunk.states import States, TrunkStates
 HIDDEN = "hidden"
 
 
-def decoding_trunk(run: RunContext, dtype: str | None = None) -> Trunk:
+def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
     """Return the whole trunk, loaded in place of another form of it.
 
     Args:
@@ -54,7 +54,7 @@ def decoding_trunk(run: RunContext, dtype: str | None = None) -> Trunk:
     return trunk
 
 
-def trunk_in_shards(run: RunContext) -> Trunk:
+def trunk_in_shards(run: Run) -> Trunk:
     """Return the trunk for one use in shards, loaded in shards under FSDP2; every process must call it."""
     # Shards are gathered in the dtype that they are held in, and no hook can convert them.
     held, wanted = run.held, COMPUTE_DTYPES[run.recipe.train.precision]
@@ -67,7 +67,7 @@ def trunk_in_shards(run: RunContext) -> Trunk:
     return trunk
 
 
-def answering_dtype(run: RunContext) -> str | None:
+def answering_dtype(run: Run) -> str | None:
     """Return bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
     model, source, device = run.recipe.model, run.inputs.finetune, run.accelerator.device
     is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
@@ -76,7 +76,7 @@ def answering_dtype(run: RunContext) -> str | None:
     return "bfloat16" if is_stored and is_free and is_faster else None
 
 
-def load_to_train(run: RunContext) -> None:
+def load_to_train(run: Run) -> None:
     """Load the trunk in the form that computes states to train on."""
     if shards_trunk(run.accelerator):
         trunk_in_shards(run)
@@ -86,7 +86,7 @@ def load_to_train(run: RunContext) -> None:
 
 
 def states_of(
-    run: RunContext,
+    run: Run,
     documents: Sequence[Document],
     layers: tuple[int, ...] = (),
     *,
@@ -126,7 +126,7 @@ def states_of(
 
 
 def _lacking(
-    run: RunContext,
+    run: Run,
     spec: HiddenCacheSpec,
     documents: Sequence[Document],
     layers: tuple[int, ...],
@@ -138,7 +138,7 @@ def _lacking(
 
 
 @contextmanager
-def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Iterator[Judge]:
+def served_judge(run: Run, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> Iterator[Judge]:
     """Yield the judge of texts by the states of the recipe's server; every process must call it."""
     config = text_config_of(run.inputs.finetune)
     layers = run.inputs.head_plan.family.wiring.trunk_layers(config)
@@ -153,19 +153,19 @@ def served_judge(run: RunContext, spec: StatesSpec, texts: Sequence[Sequence[int
         yield Judge(ends, hidden)
 
 
-def _ends(run: RunContext) -> Ends:
+def _ends(run: Run) -> Ends:
     inputs, device = run.inputs, run.accelerator.device
     return load_ends(inputs.finetune, dtype=_held_dtype(run), device=device, adapter=inputs.adapter)
 
 
-def _computed(run: RunContext) -> TrunkStates:
+def _computed(run: Run) -> TrunkStates:
     if shards_trunk(run.accelerator):
         return ShardedStates(trunk_in_shards(run))
     return TrunkStates(decoding_trunk(run))
 
 
 def cache_of(
-    run: RunContext,
+    run: Run,
     spec: HiddenCacheSpec,
     documents: Sequence[Document],
     layers: tuple[int, ...],
@@ -194,7 +194,7 @@ def cache_of(
 
 
 def _build(
-    run: RunContext, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
+    run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
 ) -> None:
     """Write what a cache lacks; every process must call it."""
     accelerator, progress = run.accelerator, run.progress
@@ -225,12 +225,12 @@ def _build(
     accelerator.wait_for_everyone()
 
 
-def _held_dtype(run: RunContext, asked: str | None = None) -> torch.dtype:
+def _held_dtype(run: Run, asked: str | None = None) -> torch.dtype:
     """Return the dtype in which a run holds the trunk's weights, as its recipe says or as asked for."""
     return trunk_dtype(run.inputs.finetune, run.accelerator.device, asked or run.recipe.model.dtype)
 
 
-def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:
+def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
 
     A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
@@ -260,14 +260,14 @@ def load_run_trunk(run: RunContext, dtype: torch.dtype, *, to_shard: bool = Fals
         )
 
 
-def _sharder_while_loading(run: RunContext) -> OnLayer:
+def _sharder_while_loading(run: Run) -> OnLayer:
     """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
     # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
     is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
     return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
 
 
-def require_room(run: RunContext) -> None:
+def require_room(run: Run) -> None:
     """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
     recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
