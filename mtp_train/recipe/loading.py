@@ -81,7 +81,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
-        raise _unparsable(place, " ".join(part for part in (error.context, error.problem) if part)) from error
+        raise _unparsable(place, " ".join(filter(None, (error.context, error.problem)))) from error
     # A control character, a number of thousands of digits, an escape beyond Unicode, brackets nested without end.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, LookupError) as error:
         raise _unparsable(where, one_line(error)) from error
@@ -107,28 +107,24 @@ def apply_override(data: dict[Any, Any], override: str) -> None:
     _set(data, path.split("."), parse_yaml(text, f"override {path}"))
 
 
-def _set(node: object, parts: list[str], value: object, done: str = "") -> None:
-    part, rest = parts[0], parts[1:]
-    at = dotted(done, part)
-    key: Any
-    if isinstance(node, list) and part.isdecimal():
-        key = int(part)
-        if key >= len(node):
-            raise RecipeError(
-                f"{at}: past the end of a list of {len(node)}; expected one of its items. Set {done} as a whole."
-            )
-        child = node[key]
-    elif isinstance(node, dict) and not part.isdecimal():
-        key, child = part, node.get(part)
-    else:
-        kind, whole = "list" if part.isdecimal() else "section", done or "the recipe"
+def _set(node: Any, parts: list[str], value: object, done: str = "") -> None:
+    (part, *rest), at_item = parts, parts[0].isdecimal()
+    at, whole = dotted(done, part), done or "the recipe"
+    if not isinstance(node, list if at_item else dict):
+        kind = "list" if at_item else "section"
         raise RecipeError(f"{at}: {whole} is {shown(node)}; expected a {kind}. Set {whole} as a whole.")
-    if rest and child is None and not rest[0].isdecimal():
-        child = node[key] = {}
-    if rest:
-        _set(child, rest, value, at)
-    else:
+    if at_item and int(part) >= len(node):
+        raise RecipeError(
+            f"{at}: past the end of a list of {len(node)}; expected one of its items. Set {done} as a whole."
+        )
+    key: Any = int(part) if at_item else part
+    if not rest:
         node[key] = value
+        return
+    child = node[key] if at_item else node.get(key)
+    if child is None and not rest[0].isdecimal():
+        child = node[key] = {}
+    _set(child, rest, value, at)
 
 
 def _unparsable(where: str, found: str) -> RecipeError:

@@ -7,7 +7,7 @@ generated from it. This module does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -69,6 +69,21 @@ class RecipeSection(BaseModel):
         if problems:
             raise PydanticCustomError(CONTRADICTION, "fields contradict each other", {"problems": problems})
         return self
+
+    def without_effect(self, why: str, *names: str) -> Iterator[str]:
+        """Yield a problem for each field that is set, that is not at its default, where it has no effect."""
+        for name in names:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                found = list(value) if isinstance(value, tuple) else value
+                yield f"{name}: {found!r} {why}; expected {'null' if default is None else default}. Leave it out."
+
+    def repeats(self, *names: str) -> Iterator[str]:
+        """Yield a problem for each list with a value twice."""
+        for name in names:
+            values = getattr(self, name)
+            if values != AUTO and len(set(values)) < len(values):
+                yield f"{name}: {list(values)} has a value twice; expected each value once. Remove the repeats."
 
     def replaced(self: S, values: Mapping[str, Any]) -> S:
         """Return a copy with other values of fields such as ``train.lr``; they are not checked."""
@@ -144,12 +159,6 @@ Objective = Annotated[str, _OneOf(loss_names)]
 InitKind = Literal["native", "graft", "copy_last_layer", "random"]
 Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
 Baseline = Literal["graft", "native", "none"]
-
-
-def _repeats(lists: Mapping[str, Sequence[object] | str]) -> Iterator[str]:
-    for name, values in lists.items():
-        if len(set(values)) < len(values) and not isinstance(values, str):
-            yield f"{name}: {list(values)} has a value twice; expected each value once. Remove the repeats."
 
 
 class ModelSection(RecipeSection):
@@ -306,12 +315,10 @@ class RegenerateSpec(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         if self.endpoint is not None:
             yield from _of_address(self.endpoint, "data.regenerate")
-        for name in ("model", "concurrency", "api_key_env"):
-            if self.endpoint is None and getattr(self, name) is not None:
-                yield f"{name}: {getattr(self, name)!r} without data.regenerate.endpoint; expected null. Leave it out."
-        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if self.temperature == 0 and getattr(self, name) != off:
-                yield f"{name}: {getattr(self, name)} with data.regenerate.temperature: 0; expected {off}. Remove it."
+        else:
+            yield from self.without_effect("without data.regenerate.endpoint", "model", "concurrency", "api_key_env")
+        if self.temperature == 0:
+            yield from self.without_effect("with data.regenerate.temperature: 0", "top_p", "top_k", "min_p")
 
 
 def _of_address(address: str, section: str) -> Iterator[str]:
@@ -354,8 +361,14 @@ class DataSection(RecipeSection):
     near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.responses is not None and self.regenerate is None:
-            yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
+        if self.regenerate is None:
+            yield from self.without_effect("while data.regenerate is null", "responses")
+        count, length = self.loss_positions, self.seq_len_tokens
+        if count is not None and not is_auto(length) and count >= length:
+            yield (
+                f"loss_positions: {count} of the {length} tokens of a sequence (data.seq_len_tokens); expected fewer. "
+                "Write data.loss_positions: null for all."
+            )
 
 
 class ObjectiveSection(RecipeSection):
@@ -375,8 +388,8 @@ class ObjectiveSection(RecipeSection):
     and for comparison."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.temperature != 1.0 and not find_loss(self.loss).distils:
-            yield f"temperature: {self.temperature} with objective.loss: {self.loss}; expected 1.0. Leave it out."
+        if not find_loss(self.loss).distils:
+            yield from self.without_effect(f"with objective.loss: {self.loss}", "temperature")
 
 
 class HiddenCacheSpec(RecipeSection):
@@ -507,12 +520,11 @@ class EvaluateSection(RecipeSection):
     """Number of held-out tokens for the teacher-forced metrics (top-1 agreement, overlap of p and q)."""
 
     def contradictions(self) -> Iterator[str]:
-        filters = {"top_p": self.top_p, "top_k": self.top_k, "rule": self.rule}
-        yield from _repeats({"arms": self.arms, "temperature": self.temperature, **filters})
+        filters = "top_p", "top_k", "rule"
+        yield from self.repeats("arms", "temperature", *filters)
         temperatures = () if is_auto(self.temperature) else self.temperature
-        for name, values in filters.items():
-            if temperatures and not any(temperatures) and not is_auto(values):
-                yield f"{name}: {list(values)} with evaluate.temperature: 0; expected auto. Leave it out."
+        if temperatures and not any(temperatures):
+            yield from self.without_effect("with evaluate.temperature: 0", *filters)
         for value in temperatures:
             if 0.0 < value < MIN_TEMPERATURE:
                 yield f"temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy."
@@ -583,7 +595,7 @@ class StudySection(RecipeSection):
     """Largest loss, as a share of the vanilla level, with which acceptance still counts as restored."""
 
     def contradictions(self) -> Iterator[str]:
-        yield from _repeats({name: getattr(self, name) for name in ("objectives", "temperatures", "rules", "depths")})
+        yield from self.repeats("objectives", "temperatures", "rules", "depths")
         for temperature in self.temperatures:
             if not any((rule == "greedy") == (temperature == 0) for rule in self.rules):
                 wanted = "greedy" if temperature == 0 else "sampled"
