@@ -121,7 +121,7 @@ def _set(node: Any, parts: list[str], value: object, done: str = "") -> None:
     if not rest:
         node[key] = value
         return
-    child = node[key] if at_item else node.get(key)
+    child = node[key] if at_item or key in node else None
     if child is None and not rest[0].isdecimal():
         child = node[key] = {}
     _set(child, rest, value, at)
@@ -139,8 +139,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
         data = copy.deepcopy(dict(recipe))
     else:
         path = recipe_path(recipe)
-        data = parse_yaml(_read(path), str(path))
-        data = {} if data is None else data
+        data = parse_yaml(_read(path), str(path)) or {}
     problems: list[str] = []
     for override in overrides:
         try:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,8 +47,8 @@ class RecipesResult:
     def __str__(self) -> str:
         return "\n\n".join(
             (
-                _table("recipe", "trains", self.recipes),
-                _table("accelerate file", "launches", self.accelerate),
+                _listed("Recipes", self.recipes),
+                _listed("Accelerate files", self.accelerate),
                 "Run a recipe by its name: mtp-train run NAME, or on several processes "
                 "accelerate launch --config_file PATH -m mtp_train NAME.",
             )
@@ -110,13 +108,5 @@ def _summary(path: Path) -> str:
     return next(told, comment.partition(". ")[0].rstrip(".") + ".")
 
 
-def _table(name: str, summary: str, files: Sequence[ShippedFile]) -> str:
-    """Return the files under each other, no wider than the terminal but for their paths."""
-    first, width = 2 + max(len(file.name) for file in files), shutil.get_terminal_size().columns
-    lines = [f"{name:{first}}{summary}, and where it is"]
-    for file in files:
-        lines += textwrap.wrap(
-            file.summary, width, initial_indent=f"{file.name:{first}}", subsequent_indent=" " * first
-        )
-        lines.append(f"{'':{first}}{file.path}")
-    return "\n".join(lines)
+def _listed(title: str, files: Sequence[ShippedFile]) -> str:
+    return "\n".join([f"{title}:", *(f"{file.name}: {file.summary}\n  {file.path}" for file in files)])
