@@ -211,7 +211,7 @@ def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
         ((_, value, known),) = one.points
         interval = known or (value, value)
         most = max(most, interval[1])
-        axes.plot(interval, [row, row], color=one.look.colour, linewidth=2, solid_capstyle="butt")
+        axes.hlines(row, *interval, color=one.look.colour, linewidth=2)
         axes.plot([value], [row], **one.marker, linestyle="none", markersize=8)
         axes.annotate(
             f"{value:.2f}",
@@ -290,7 +290,7 @@ def _lines(
         )
         for x, _, interval in one.points:
             if interval is not None:
-                axes.plot([x + aside, x + aside], interval, color=one.look.colour, linewidth=1.4)
+                axes.vlines(x + aside, *interval, color=one.look.colour, linewidth=1.4)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     if len(series) > 1:
         # Below the plot, one arm per line: long names fit, and the legend covers no curve.

@@ -10,6 +10,7 @@ from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.results import ArmResult, Cell, Report
 from mtp_train.report.wording import (
     Arms,
+    bounds,
     depth_words,
     difference_words,
     format_estimate,
@@ -166,8 +167,7 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
     verdicts = _SPEED_VERDICTS if against_plain else _TAU_VERDICTS
     rows = []
     for one in gate.settings:
-        gain = "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95)
-        decides = [f"{one.baseline_tau:.2f}", gain]
+        decides = [f"{one.baseline_tau:.2f}", bounds(one.delta_tau_ci95, "+.2f").strip() or "-"]
         if against_plain:
             decides = [format_number(one.break_even_tau, 2), format_estimate(one.speedup, one.speedup_ci95)]
         detectable = "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}"

@@ -164,8 +164,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         if one.tau is not None
     ]
     if arm.speedup is not None:
-        bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
-        found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds}"))
+        found.append((f"{arm.speedup:.2f}x", f"the speed without drafts, {name}{bounds(arm.speedup_ci95)}"))
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
     return found
@@ -247,10 +246,8 @@ def difference_words(row: ArmComparison) -> str:
 
 def signed(value: float | None, interval: Interval | None, decimals: int = 2) -> str:
     """Format a difference with its sign, and its interval where it has one."""
-    if value is None:
-        return "-"
-    bounds = f" [{interval[0]:+.{decimals}f}, {interval[1]:+.{decimals}f}]" if interval else ""
-    return f"{value:+.{decimals}f}{bounds}"
+    form = f"+.{decimals}f"
+    return "-" if value is None else f"{value:{form}}{bounds(interval, form)}"
 
 
 def power_sentence(gate: GateVerdict | None) -> str:
@@ -316,9 +313,12 @@ def format_tau(arm: ArmResult) -> str:
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:
-    if value is None or interval is None:
-        return format_number(value, 2)
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return f"{format_number(value, 2)}{bounds(interval)}"
+
+
+def bounds(interval: Interval | None, form: str = ".2f") -> str:
+    """Return an interval as it stands behind its value; empty without one."""
+    return "" if interval is None else f" [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def format_shares(shares: Iterable[float | None] | None) -> str:

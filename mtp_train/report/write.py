@@ -208,9 +208,19 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     All trackers get the numbers; Weights & Biases gets the page too. A run's go to the tracked run of its training;
     ``config`` is shown with it.
     """
+    records = {f"arms/{name}": asdict(arm) for name, arm in report.arms.items()}
+    if report.gate is not None:
+        records["gate"] = {"passed": report.gate.passed, "delta_tau_ci95": report.gate.delta_tau_ci95}
     with tracking.opened(out, config or report.settings) as trackers:
         for name, tracker in trackers.items():
-            numbers = report_numbers(report)
+            # Named as the columns of acceptance.csv.
+            numbers: dict[str, Any] = {
+                f"{where}/{column}": value
+                for where, record in records.items()
+                for field in record.items()
+                for column, value in _columns(*field)
+                if isinstance(value, int | float)
+            }
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
             page = out / PAGE_FILE
             if name == "wandb" and page.is_file():
@@ -218,17 +228,3 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
 
                 numbers |= {"report": wandb.Html(page.read_text(encoding="utf-8"))}
             tracker.log(numbers)
-
-
-def report_numbers(report: Report) -> dict[str, Any]:
-    """Return the numbers of a report's arms and gate, named as the columns of ``acceptance.csv``."""
-    records = {f"arms/{name}": asdict(arm) for name, arm in report.arms.items()}
-    if report.gate is not None:
-        records["gate"] = {"passed": report.gate.passed, "delta_tau_ci95": report.gate.delta_tau_ci95}
-    return {
-        f"{where}/{column}": value
-        for where, record in records.items()
-        for field in record.items()
-        for column, value in _columns(*field)
-        if isinstance(value, int | float)
-    }
