@@ -68,8 +68,7 @@ def _run(arguments: list[str]) -> int:
         arguments[0], [recipe.name for recipe in mtp.recipes().recipes], n=1, cutoff=0.8
     ):
         arguments.insert(0, "run")
-    names = [*EXAMPLES]
-    if arguments[0] not in names and (near := difflib.get_close_matches(arguments[0], names, n=1)):
+    if arguments[0] not in EXAMPLES and (near := difflib.get_close_matches(arguments[0], EXAMPLES, n=1)):
         parser.error(f"no command {arguments[0]!r}; did you mean {near[0]}?")
     args = parse(parser, arguments)
     quieten_libraries(verbose=args.verbose)
@@ -125,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_some in (_add_runs, _add_checkpoints, _add_decoding):
+    for add_some in (_add_runs, _add_checkpoints, _add_generate, _add_evaluate, _add_compare):
         add_some(commands)
     return parser
 
@@ -168,7 +167,7 @@ class WithDefaults(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
-        says_nothing = default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS)
+        says_nothing = str(default) in ("None", "False", "[]", argparse.SUPPRESS)
         if text is None or "default" in text or says_nothing:
             return text
         shown = " ".join(str(one) for one in default) if isinstance(default, list) else default
@@ -211,10 +210,10 @@ def call(args: argparse.Namespace, **given: Any) -> Any:
     given = {key: value for key, value in vars(args).items() if key in parameters} | given
     if "console" in parameters:
         # Tables are on stdout, with ``--json`` on stderr.
-        given["console"] = Console(quiet=args.quiet or not is_main_process())
+        given["console"] = Console(highlight=False, quiet=args.quiet or not is_main_process())
     if "progress" not in parameters or "progress" in given:
         return function(**given)
-    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
+    with progress_on(Console(stderr=True, highlight=False, quiet=args.quiet)) as progress:
         return function(**given, progress=progress)
 
 
@@ -243,7 +242,6 @@ DRAFT_STYLE = "\x1b[4;32m", "\x1b[0m"
 """Control sequences of a terminal around an accepted draft: green and underlined."""
 BASE = "--base", "--from"
 _KEY = "the environment variable with the server's key"
-_DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
 
 
 def _add_runs(commands: Any) -> None:
@@ -284,7 +282,7 @@ def _add_runs(commands: Any) -> None:
     probe.add_argument("--endpoint", metavar="URL", help="in place of --from: a server that counts its drafts")
     probe.add_argument("--head", help="with these two: the head that drafts (default: the checkpoint's own)")
     probe.add_argument("--served-model", metavar="NAME", help="the server's name for the model (default: the only one)")
-    probe.add_argument("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
+    probe.add_argument("--api-key-env", metavar="VAR", help=_KEY)
     probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
@@ -326,17 +324,17 @@ def _add_columns(add: Any) -> None:
     add(
         "--columns",
         nargs="+",
-        type=_column,
+        type=_pair,
         metavar="OURS=THEIRS",
         help="names of columns in the data, as instruction=question output=answer",
     )
 
 
-def _column(text: str) -> tuple[str, str]:
-    ours, _, theirs = text.partition("=")
-    if not ours or not theirs:
-        raise argparse.ArgumentTypeError(f"'{text}'; expected OURS=THEIRS")
-    return ours, theirs
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"'{text}'; expected NAME=VALUE")
+    return name, value
 
 
 def _add_recipe(commands: Any, name: str, text: str, handler: Handler = call) -> argparse.ArgumentParser:
@@ -422,34 +420,29 @@ def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")
 
 
-def _add_decoding(commands: Any) -> None:
-    generate = add_command(commands, "generate", "decode with the built-in speculative decoder", _generate)
-    _add_generate(generate.add_argument)
-    evaluate = add_command(
-        commands, "evaluate", "measure acceptance and speed by task, temperature, context, depth and rule", _measure
-    )
-    _add_evaluate(evaluate.add_argument)
-    _add_grid(evaluate.add_argument)
-    compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _measure)
+def _add_compare(commands: Any) -> None:
+    add = add_command(
+        commands, "compare", "measure several arms, and test which differences are real", _measure
+    ).add_argument
     arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
     arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL: "
     arms += "servers of one trunk, or NAME=DIR of finished evaluations of servers; the second of two is judged against "
     arms += "the first (exit code 3: not better)"
-    compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
+    add("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
     written = "writes the prompts for servers (default: the first server's files)"
-    compare.add_argument("--tokenizer", metavar="CKPT", help=written)
+    add("--tokenizer", metavar="CKPT", help=written)
     judges = "a run without a gate, whose baseline and export two evaluations measured: record the verdict in it"
-    compare.add_argument("--judges", metavar="RUN", help=judges)
-    compare.add_argument("--api-key-env", metavar="VAR", help=_KEY)
+    add("--judges", metavar="RUN", help=judges)
+    add("--api-key-env", metavar="VAR", help=_KEY)
     loads = "requests to a server at a time; several numbers measure it at each, as NAME@N (default: 1)"
-    compare.add_argument("--concurrency", nargs="+", type=int, default=[1], metavar="N", help=loads)
-    _add_grid(compare.add_argument)
+    add("--concurrency", nargs="+", type=int, default=[1], metavar="N", help=loads)
+    _add_grid(add)
 
 
-def _add_generate(add: Any) -> None:
+def _add_generate(commands: Any) -> None:
+    add = add_command(commands, "generate", "decode with the built-in speculative decoder", _generate).add_argument
     add("checkpoint")
-    add("--head", help=f"{_DRAFTER} (default: its own)")
-    add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
+    _add_drafter(add)
     several = "may be given several times; with --chat and none, the lines of stdin are the turns of a conversation"
     add("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help=several)
     add("--chat", action="store_true", help="put the prompt through the chat template")
@@ -471,12 +464,20 @@ def _add_generate(add: Any) -> None:
     )
 
 
-def _add_evaluate(add: Any) -> None:
+def _add_drafter(add: Any) -> None:
+    drafter = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
+    add("--head", help=f"{drafter} (default: its own)")
+    add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
+
+
+def _add_evaluate(commands: Any) -> None:
+    add = add_command(
+        commands, "evaluate", "measure acceptance and speed by task, temperature, context, depth and rule", _measure
+    ).add_argument
     add(
         "checkpoint", metavar="CKPT|RUN", help="a checkpoint, or the directory of a run: its trunk and its trained head"
     )
-    add("--head", help=f"{_DRAFTER} (default: its own)")
-    add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
+    _add_drafter(add)
     add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
     add("--api-key-env", metavar="VAR", help=_KEY)
@@ -490,6 +491,7 @@ def _add_evaluate(add: Any) -> None:
         help="longest wait for it to send a part of a response (default: 3600)",
     )
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
+    _add_grid(add)
 
 
 def _add_grid(add: Any) -> None:
@@ -538,9 +540,7 @@ def _add_variables(add: Any) -> None:
 
 
 def _variable(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"'{text}'; expected NAME=VALUE")
+    name, value = _pair(text)
     try:
         return name, json.loads(value)
     except ValueError:
@@ -562,7 +562,7 @@ def _generate(args: argparse.Namespace) -> Printed:
         raise mtp.DataError("--prompt: missing; expected a text, or --chat for a conversation. Add --prompt 'TEXT'.")
     sampling = Sampling(**of_fields(args, Sampling))
     streams = not (args.json or len(args.prompts) > 1)
-    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
+    with progress_on(Console(stderr=True, highlight=False, quiet=args.quiet)) as progress:
 
         def show(text: str, is_draft: bool) -> None:
             # A live bar would draw over the text, and print what goes to stdout line by line itself.
@@ -611,7 +611,7 @@ def _measure(args: argparse.Namespace) -> Printed:
     with console.capture() as capture:
         console.print(done)
     # A draft that changes the text is a bug of the decoder, whatever the figures are.
-    lossless, gate = done.report.lossless, done.report.gate
+    gate = done.report.gate
     refused = mtp.GateRefusedError.exit_code if gate is not None and not gate.passed else 0
-    exit_code = 1 if lossless and lossless.faults else refused
+    exit_code = 1 if done.report.faults else refused
     return Printed(done.to_json(), capture.get().rstrip(), exit_code, styled=True)
