@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,14 @@ import torch
 from accelerate import PartialState
 
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, read_config
+from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, open_checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method, require_declared
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
-from mtp_train.families import Family, family_for, kinds_served, of_kind
+from mtp_train.families import Family, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
-from mtp_train.families.spec import RawConfig
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
 from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
@@ -36,8 +35,7 @@ from mtp_train.runs.inputs import (
     LoneHead,
     RunText,
     gather_text,
-    open_head_source,
-    open_trunk,
+    open_donor,
     plan_head,
     recipe_tokenizer,
     require_source_model,
@@ -133,14 +131,14 @@ class Room:
 
 
 class Shapes:
-    """The trunk and the head of a recipe, without their weights; ``checkpoint`` is None if the trunk's are not here."""
+    """The trunk and the head of a recipe, without their weights."""
 
-    def __init__(self, recipe: Recipe, model: HeadOnTrunk, checkpoint: Checkpoint | None) -> None:
-        self.model, self._checkpoint, family = model, checkpoint, model.family
-        self._is_packed = quant_method(model.config) is not None
-        with named_rejections(model.path):
-            of_trunk, trusts = family_for(model.config, where=str(model.path)), recipe.model.trust_remote_code
-            config = trunk_config(model.path, of_trunk, trust_remote_code=trusts)
+    def __init__(self, model: HeadOnTrunk) -> None:
+        self.model, family, of_trunk = model, model.family, model.trunk.family
+        path, trusts = model.trunk.path, model.trunk.trusts_code
+        self._is_packed = quant_method(model.trunk.config) is not None
+        with named_rejections(path):
+            config = trunk_config(path, of_trunk, trust_remote_code=trusts)
             self.trunk: Trunk = empty_trunk(config, of_trunk, trust_remote_code=trusts)
             self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
             self.trunk.shows_keys = family.reads_keys
@@ -150,15 +148,15 @@ class Shapes:
 
     @cached_property
     def _stored(self) -> torch.dtype:
-        if self._checkpoint is None or self._is_packed:
+        trunk = self.model.trunk
+        if self._is_packed or not trunk.tensors:
             return torch.bfloat16
-        return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
+        return TORCH_DTYPES[stored_dtype(trunk, trunk.family)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
         plan = plan_of(recipe, world_size)
         model = self.model
         on_gpu = device.kind == "cuda"
-        stored = self._checkpoint if self._is_packed and on_gpu else None
         options = memory_options(recipe)
         memory = estimate_footprint(
             options,
@@ -169,7 +167,7 @@ class Shapes:
             device.memory_bytes if on_gpu else None,
             lora_parameters=model.lora_parameters(recipe),
             stored=self._stored,
-            packed_bytes=None if stored is None else stored.num_bytes,
+            packed_bytes=model.trunk.num_bytes or None if self._is_packed and on_gpu else None,
         )
         shards = None
         # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3, unless they are served.
@@ -219,17 +217,21 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     lighter = same if recipe.head.lora or recipe.head.is_new else [*same, [*one, *recompute, "head.lora={}"]]
     doubled = [world_size << power for power in range(1, DOUBLINGS + 1)]
     whole = [] if recipe.model.offload is None else ["model.offload=null"]
-    yield [(change, world_size) for change in lighter[1:]]
+
+    def sort(first: list[str], changes: list[list[str]], *counts: int) -> list[tuple[list[str], int]]:
+        return [([*first, *change], count) for count, change in itertools.product(counts, changes)]
+
+    yield sort([], lighter[1:], world_size)
     if device.kind != "cpu":
-        yield [(["model.offload=cpu", *change], 1) for change in lighter]
+        yield sort(["model.offload=cpu"], lighter, 1)
     for bits in ("8bit", "4bit"):
-        yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
-    yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
+        yield sort([f"model.quantization={bits}", *whole], lighter, world_size)
+    yield sort(whole, same, *doubled)
     servers = [*(SERVERS if recipe.data.regenerate is not None else SERVERS[-1:]), *whole]
     if recipe.decodes and recipe.data.regenerate is not None:
-        yield [([*servers, *change], count) for count, change in itertools.product([world_size, *doubled], same)]
+        yield sort(servers, same, world_size, *doubled)
     if recipe.model.adapter is recipe.model.quantization is recipe.train.states is None:
-        yield [([*servers, STATES, *change], world_size) for change in same]
+        yield sort([*servers, STATES], same, world_size)
 
 
 @dataclass(frozen=True)
@@ -454,26 +456,26 @@ def _checked(
     else:
         # As all devices that can be planned for do.
         recipe, reason = directory.with_precision(recipe, "bf16"), "GPUs multiply it natively"
-    path = locate_checkpoint(resolve(recipe.model.trunk))
-    raw = read_config(path / CONFIG_FILE)
-    family = family_for(raw, where=str(path))
+    trunk = _trunk(recipe)
+    family = trunk.family
     require_trainable(family)
     has_own = not (recipe.kind.has_file or recipe.head.is_new)
-    num_modules = (family.declared_modules(raw) or 1) if has_own else recipe.fresh_modules
+    num_modules = (family.declared_modules(trunk.config) or 1) if has_own else recipe.fresh_modules
     head_family = _head_family(recipe, family)
-    text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
-    model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
+    model = HeadOnTrunk(trunk, head_family, num_modules)
     raise_together(refusals(recipe, model, world_size))
-    checkpoint = _checkpoint(recipe)
-    if checkpoint is not None:
-        require_declared(checkpoint)
+    if trunk.tensors:
+        require_declared(trunk)
         # The run refuses a head that does not fit; with the trunk's config alone, this is a plan for another machine.
-        plan_head(recipe, checkpoint, open_head_source(recipe.model.head_from) if recipe.model.head_from else None)
-    shapes = Shapes(recipe, model, checkpoint)
+        plan_head(recipe, trunk, open_donor(recipe))
+    shapes = Shapes(model)
     room = shapes.room(recipe, world_size, machine)
-    serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
-    tokenizer = _tokenizer(recipe, path, raw)
-    text = None if tokenizer is None else gather_text(recipe, tokenizer, text_config.vocab_size)
+    serves = engine_commands(head_family.serving_of(trunk.config), f"{recipe.run_dir}/export", recipe.head.num_depths)
+    # A directory with a config alone is enough for a plan for another machine.
+    has_tokenizer = any(file for pattern in TOKENIZER_PATTERNS for file in trunk.path.glob(pattern))
+    tokenizer = recipe_tokenizer(recipe, trunk) if has_tokenizer else None
+    text = None if tokenizer is None else gather_text(recipe, tokenizer, model.text_config.vocab_size)
+    layers = served_layers(model.text_config, head_family.wiring.trunk_layers(model.text_config))
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
     notes = [*(() if text is None else text.notes), missing_kernels(family.trunk.recurrent, machine.kind)]
     notes.append(wiring_note(head_family, recipe.head.convention, serves))
@@ -485,7 +487,7 @@ def _checked(
         disk_bytes=disk_bytes(recipe, room.memory, num_tokens, shapes.trunk.state_width),
         serves=serves,
         kinds=kinds_served(family) if recipe.head.is_new else {},
-        states_command=_states_command(recipe, model),
+        states_command=None if recipe.train.states is None else serving_command(recipe, trunk, layers),
         data=None if text is None else _described(recipe, text),
         notes=tuple(filter(None, notes)),
         shown=None if text is None else text.shown(tokenizer),
@@ -497,33 +499,20 @@ def _checked(
 
 def _head_family(recipe: Recipe, trunk: Family) -> Family:
     """Return the record of the trunk's family with the recipe's head, which a file of its own may describe."""
-    donor = open_head_source(recipe.model.head_from) if recipe.model.head_from and recipe.kind.has_file else None
+    donor = open_donor(recipe) if recipe.kind.has_file else None
     if isinstance(donor, LoneHead) and donor.kind == recipe.kind:
         return donor.family(trunk)
     return of_kind(trunk, recipe.head.kind)
 
 
-def _checkpoint(recipe: Recipe) -> Checkpoint | None:
-    """Return the trunk's checkpoint; None if its weights are not here, or not whole."""
+def _trunk(recipe: Recipe) -> Checkpoint:
+    """Return the trunk's checkpoint, without tensors if its weights are not here, or not whole."""
+    path = locate_checkpoint(resolve(recipe.model.trunk))
     try:
-        return open_trunk(recipe)
+        found = open_checkpoint(path)
     except CheckpointError:
-        return None
-
-
-def _states_command(recipe: Recipe, model: HeadOnTrunk) -> str | None:
-    """Return the command that serves the trunk's hidden states; None for a recipe that computes them."""
-    if recipe.train.states is None:
-        return None
-    layers = served_layers(model.text_config, model.family.wiring.trunk_layers(model.text_config))
-    return serving_command(recipe, model.path, model.config, layers)
-
-
-def _tokenizer(recipe: Recipe, trunk: Path, config: RawConfig) -> Any:
-    """Return the tokenizer of a run; None where the trunk's files have none."""
-    if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
-        return None
-    return recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
+        found = Checkpoint(path, read_config(path / CONFIG_FILE), None, {})
+    return replace(found, trusts_code=recipe.model.trust_remote_code)
 
 
 def _described(recipe: Recipe, text: RunText) -> str:

@@ -56,6 +56,7 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -101,12 +102,12 @@ class RunText(NamedTuple):
         every: list[Document | Prompt] = [*self.documents, *self.prompts]
         for one in every[:: max(1, len(every) // NUM_SHOWN)][:NUM_SHOWN]:
             if isinstance(one, Prompt):
-                parts = [([*one.prompt_ids], False), ([], True)]
+                text = f"{tokenizer.decode([*one.prompt_ids])}«»"
             else:
-                runs = groupby(zip(one.input_ids.tolist(), one.loss_mask.tolist(), strict=True), key=itemgetter(1))
-                parts = [([token for token, _ in run], trained) for trained, run in runs]
-            decoded = (f"«{tokenizer.decode(ids)}»" if trained else tokenizer.decode(ids) for ids, trained in parts)
-            texts.append(f"--- {one.id}\n{''.join(decoded)}")
+                runs = groupby(zip(one.loss_mask.tolist(), one.input_ids.tolist(), strict=True), key=itemgetter(0))
+                parts = ((trained, tokenizer.decode([token for _, token in run])) for trained, run in runs)
+                text = "".join(f"«{part}»" if trained else part for trained, part in parts)
+            texts.append(f"--- {one.id}\n{text}")
         return "\n".join(texts)
 
 
@@ -140,17 +141,15 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress, *, judges
     """
     finetune = open_trunk(recipe)
     require_source_model(recipe)
-    trusts_code = recipe.model.trust_remote_code
-    donor = open_head_source(recipe.model.head_from, trusts_code=trusts_code) if recipe.model.head_from else None
+    donor = open_donor(recipe)
     base = donor if isinstance(donor, Checkpoint) else None
     head_plan = plan_head(recipe, finetune, donor)
-    text_config = text_config_of(finetune)
-    model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
+    model = HeadOnTrunk(finetune, head_plan.family, head_plan.num_modules)
     loaded = base if VANILLA in recipe.evaluate.arms else None
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
-    adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
+    adapter = adapter_of(recipe)
     tokenizer = recipe_tokenizer(recipe, finetune)
-    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress, judges=judges)
+    text = gather_text(recipe, tokenizer, model.text_config.vocab_size, progress, judges=judges)
     if recipe.export.enabled:
         require_exportable(finetune, recipe.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
@@ -174,6 +173,12 @@ def open_trunk(recipe: Recipe) -> Checkpoint:
     return open_location(recipe.model.trunk, trusts_code=recipe.model.trust_remote_code)
 
 
+def adapter_of(recipe: Recipe) -> Path | None:
+    """Return the directory of the adapter that is applied to the trunk."""
+    model = recipe.model
+    return None if model.adapter is None else locate_adapter(model.adapter, model.trunk)
+
+
 def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
     adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
     return load_tokenizer(trunk, adapter)
@@ -188,15 +193,21 @@ def gather_text(
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
-    if recipe.data.regenerate is not None:
-        prompts = prompts_to_answer(recipe, training, tokenizer)
+    if (answers := recipe.data.regenerate) is not None:
+        prompts = prompts_to_answer(recipe, answers, training, tokenizer)
     else:
         documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
         notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
     if judges:
         require_gate_groups(recipe, held_out, {record.group for record in (*training, *held_out_records)})
-    split = split_sentence(training, prompts, held_out_records, held_out)
+    trained = prompts or training
+    of_all = f" of {len(training)}" if len(trained) < len(training) else ""
+    split = (
+        f"training on {len(trained)}{of_all} records in {_num_groups(trained)} groups, {len(held_out_records)} records "
+        f"in {_num_groups(held_out_records)} groups held out; evaluating on {len(held_out)} prompts of "
+        f"{_num_groups(held_out)} groups"
+    )
     return RunText(documents, prompts, held_out, split, notes)
 
 
@@ -240,22 +251,6 @@ def grouped_records(recipe: Recipe, progress: Progress | None = None) -> list[Re
     return records
 
 
-def split_sentence(
-    training: Sequence[Record], asked: Sequence[Prompt], held_out: Sequence[Record], prompts: Sequence[Prompt]
-) -> str:
-    """Return in words the number of groups on each side, and of the evaluation prompts.
-
-    Args:
-        asked: The prompts to answer, where these are trained on; fewer than the records where the recipe says so.
-    """
-    of_all = f" of {len(training)}" if asked and len(asked) < len(training) else ""
-    return (
-        f"training on {len(asked or training)}{of_all} records in {_num_groups(asked or training)} groups, "
-        f"{len(held_out)} records in {_num_groups(held_out)} groups held out; evaluating on {len(prompts)} prompts of "
-        f"{_num_groups(prompts)} groups"
-    )
-
-
 def _num_groups(texts: Sequence[Record | Prompt]) -> int:
     return len({one.group for one in texts})
 
@@ -275,10 +270,12 @@ def load_sources(recipe: Recipe) -> list[Record]:
     return [with_variables(record, recipe.data.chat_template_kwargs) for record in records]
 
 
-def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
+def prompts_to_answer(
+    recipe: Recipe, answers: RegenerateSpec, records: Sequence[Record], tokenizer: Any
+) -> list[Prompt]:
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
+    if answers.max_prompts is not None:
+        prompts = choose_prompts(prompts, answers.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(
@@ -341,6 +338,11 @@ def open_head_source(location: str, *, trusts_code: bool = False) -> Checkpoint 
     checkpoint = open_location(location, trusts_code=trusts_code)
     draft = draft_model(checkpoint)
     return checkpoint if draft is None else LoneHead(checkpoint.path, draft)
+
+
+def open_donor(recipe: Recipe) -> Checkpoint | LoneHead | None:
+    location = recipe.model.head_from
+    return None if location is None else open_head_source(location, trusts_code=recipe.model.trust_remote_code)
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError, UnsupportedModelError
 from mtp_train.families import Family, RawConfig
 from mtp_train.families.served_states import states_refusal
-from mtp_train.heads.diagnose import diagnose_head, named_rejections
+from mtp_train.heads.diagnose import diagnose_head, named_rejections, text_config_of
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -43,15 +44,19 @@ Check = Callable[[], object]
 """Raises an MtpError, or does nothing."""
 
 
-class HeadOnTrunk(NamedTuple):
-    """A trunk by its config, and the head that is to be trained on it."""
+@dataclass(frozen=True)
+class HeadOnTrunk:
+    """A trunk, and the head that is to be trained on it."""
 
-    path: Path
-    config: RawConfig
-    text_config: Any
+    trunk: Checkpoint
+    """Without tensors where its weights are not at hand: its config decides."""
     family: Family
     """Of the head."""
     num_modules: int
+
+    @cached_property
+    def text_config(self) -> Any:
+        return text_config_of(self.trunk)
 
     def lora_parameters(self, recipe: Recipe) -> int | None:
         """Return the number of LoRA's weights; None for a recipe without LoRA. Refuse targets that it does not have."""
@@ -69,13 +74,12 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
         partial(plan_of, recipe, world_size),
         partial(require_answers, recipe, Path(recipe.run_dir)),
         tracking_of(recipe).require,
-        *_packing(recipe, model.path, model.config, world_size),
+        partial(_require_packing, recipe, model.trunk, world_size),
         partial(model.lora_parameters, recipe),
     ]
-    with named_rejections(model.path):
+    with named_rejections(model.trunk.path):
         found = _errors_of(checks)
-    of_model = [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.path)]
-    return [*of_model, *_of_positions(recipe), *found]
+    return [*_of_the_head(recipe, model), *_of_states(recipe, model), *_of_the_demo(recipe, model.trunk.path), *found]
 
 
 def require_trainable(trunk: Family) -> None:
@@ -97,7 +101,7 @@ def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | Non
     if recipe.model.quantization is not None:
         checks.append(partial(require_bitsandbytes, recipe.model.quantization))
     if base is not None:
-        checks += _packing(recipe, base.path, base.config, world_size)
+        checks.append(partial(_require_packing, recipe, base, world_size))
     for checkpoint in filter(None, (finetune, base)):
         checks.append(partial(require_whole_trunk, checkpoint))
     return _errors_of(checks)
@@ -121,21 +125,20 @@ def _errors_of(checks: Sequence[Check]) -> list[MtpError]:
     return found
 
 
-def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Check]:
-    checks: list[Check] = []
+def _require_packing(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -> None:
+    """Check that a checkpoint can be quantised or offloaded, if the recipe does one of the two."""
     if recipe.model.quantization is not None:
-        checks.append(partial(require_quantizable, recipe.model.quantization, config, where=path))
+        require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
     if recipe.model.offload is not None:
-        checks.append(partial(require_offload, world_size, config, where=path))
-    return checks
+        require_offload(world_size, checkpoint.config, where=checkpoint.path)
 
 
 def _of_states(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
-    reason = None if recipe.train.states is None else states_refusal(model.family, model.config)
+    reason = None if recipe.train.states is None else states_refusal(model.family, model.trunk.config)
     if reason is not None:
         yield RecipeError(
-            f"train.states: vLLM has no hidden states of {model.path}: {reason}; expected a trunk of which it has. "
-            "Write train.states: null."
+            f"train.states: vLLM has no hidden states of {model.trunk.path}: {reason}; expected a trunk of which it "
+            "has. Write train.states: null."
         )
 
 
@@ -153,29 +156,16 @@ def _of_the_head(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
         )
 
 
-def _of_positions(recipe: Recipe) -> Iterator[RecipeError]:
-    count, length = recipe.data.loss_positions, recipe.data.seq_len_tokens
-    if count is not None and count >= length:
-        yield RecipeError(
-            f"data.loss_positions: {count} of the {length} tokens of a sequence (data.seq_len_tokens); expected fewer. "
-            "Write data.loss_positions: null for all."
-        )
-
-
 def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
     """Refuse the demo's data for a trunk whose tokenizer has another vocabulary than the demo's and its copies."""
-    named = {
-        f"data.sources.{number}.path": source.path
-        for number, source in enumerate(recipe.data.sources)
-        if source.path.startswith(PREFIX)
-    }
-    if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
-        at, found = next(iter(named.items()))
-        yield RecipeError(
-            f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-            f"model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use mtp-train "
-            "init, which fits a recipe to the model."
-        )
+    for number, source in enumerate(recipe.data.sources):
+        if source.path.startswith(PREFIX) and _vocabulary(trunk) != _vocabulary(demo_path("base")):
+            at = f"data.sources.{number}.path"
+            yield RecipeError(
+                f"{at}: {source.path}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like "
+                f"the model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use "
+                "mtp-train init, which fits a recipe to the model."
+            )
 
 
 def _vocabulary(checkpoint: Path) -> object:

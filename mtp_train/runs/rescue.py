@@ -38,7 +38,7 @@ from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, split_path
-from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
+from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, open_location
 from mtp_train.checkpoints.suggestions import (
     graft_command,
     inspect_command,
@@ -60,7 +60,7 @@ from mtp_train.progress import progress_on, shown_loading
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
-from mtp_train.report.wording import format_estimate, format_number
+from mtp_train.report.wording import bounds, format_estimate, format_number
 from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.write import WriteResult
@@ -70,6 +70,7 @@ from mtp_train.runs.export import serves_of, write_export, write_untrained_card
 from mtp_train.runs.forecast import Forecast, Stage, stages_of
 from mtp_train.runs.inputs import (
     LoneHead,
+    adapter_of,
     evaluation_prompts,
     is_lone,
     open_head_source,
@@ -221,7 +222,7 @@ def _probed(
     forecast = Forecast([Stage("comparing", "comparing"), *own, *later], console)
     forecast.begin("comparing")
     found = _compare(recipe, donor, place / COMPARISON, console, accelerator)
-    console.print(f"base's head on the fine-tune: {_level_text(found.graft)}", highlight=False)
+    console.print(f"base's head on the fine-tune: {_level_text(found.graft)}")
     # A training that began found no fault before.
     if not is_lone(donor) and not accelerator.made_by_main(lambda: is_run(place / TRAINING)):
         found = replace(found, wiring=_better_wiring(recipe, donor, console, accelerator))
@@ -233,7 +234,7 @@ def _probed(
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
-    command = retrain_command(tuned, donor, paths, override_texts(overrides))
+    command = retrain_command(tuned, donor, paths, changes)
     if verdict == "fault":
         command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
     elif verdict == "graft" and donor == tuned:
@@ -359,7 +360,7 @@ def _lost_text(found: ProbeResult) -> str:
 
 
 def _interval(interval: Interval | None) -> str:
-    return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+    return bounds(interval).strip() or "(no interval)"
 
 
 def _level_text(level: HeadLevel) -> str:
@@ -431,7 +432,7 @@ def rescue(
         later = stages_of(recipe, open_trunk(recipe), local_device().type)
         found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, accelerator, later)
         # Without the command that the probe proposes: the rescue goes on by itself.
-        console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
+        console.print(f"probe: {found.verdict}. {found.reason}.", markup=False)
         if found.verdict == "fault":
             raise CheckpointError(
                 f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same "
@@ -520,7 +521,7 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
         finetune,
         Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={}),
         out,
-        adapter=locate_adapter(model.adapter, model.trunk) if model.adapter else None,
+        adapter=adapter_of(recipe),
         link=recipe.export.link,
         progress=progress,
     )

@@ -21,11 +21,10 @@ from transformers import PretrainedConfig
 
 from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.states import StatesServer, prove
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import ChangedInputError
-from mtp_train.families import RawConfig
 from mtp_train.families.served_states import states_command
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StatesSpec
@@ -43,10 +42,10 @@ def served_layers(text_config: PretrainedConfig, layers: Sequence[int]) -> list[
     return sorted({*layers, int(text_config.num_hidden_layers)})
 
 
-def serving_command(recipe: Recipe, trunk: Path, config: RawConfig, layers: Sequence[int]) -> str:
+def serving_command(recipe: Recipe, trunk: Checkpoint, layers: Sequence[int]) -> str:
     """Return the command that starts a server of the trunk's states."""
     directory = Path(recipe.run_dir).absolute() / "served"
-    return states_command(str(trunk), config, layers, str(directory), recipe.data.seq_len_tokens)
+    return states_command(str(trunk.path), trunk.config, layers, str(directory), recipe.data.seq_len_tokens)
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,6 @@ class StatesSource:
     norm: nn.Module
     """Applied to the last state."""
 
-    @property
-    def width(self) -> int:
-        return self.server.width * (1 + len(self.layers))
-
     def fetch(self, texts: Iterable[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield the number and the states of each text, (T, D) as ``Ends.head_input`` takes them, as they arrive."""
         return ((number, self.hidden(states_TLD)) for number, states_TLD in self.server.states(texts))
@@ -78,7 +73,8 @@ class StatesSource:
 
     def states(self, documents: Sequence[Document], dtype: torch.dtype, kept: Collection[int] = ()) -> FetchedStates:
         """Return the states of documents in a dtype; some are read more than once."""
-        stop, end, width = self.server.endpoint.stop_trying, self.server.endpoint.close, self.width
+        endpoint, width = self.server.endpoint, self.server.width * (1 + len(self.layers))
+        stop, end = endpoint.stop_trying, endpoint.close
         return FetchedStates(self.ends, documents, self.fetch, stop, end, width=width, dtype=dtype, kept=kept)
 
 
@@ -105,9 +101,9 @@ def open_source(
         concurrency=max(1, spec.concurrency // accelerator.num_processes),
     )
     # The same reason is told once.
-    endpoint.on_wait = cache(lambda reason: console.print(f"{reason}; waiting for it.", highlight=False))
+    endpoint.on_wait = cache(lambda reason: console.print(f"{reason}; waiting for it."))
     served = served_layers(ends.config, layers)
-    command = serving_command(run.recipe, inputs.finetune.path, inputs.finetune.config, served)
+    command = serving_command(run.recipe, inputs.finetune, served)
     server = StatesServer(endpoint, served, int(ends.config.hidden_size), command=command)
     with ExitStack() as failed:
         failed.callback(endpoint.close)
@@ -122,7 +118,12 @@ def open_source(
         identity = server.identity()
         with accelerator.failing_together():
             if run.is_main:
-                _require_same_server(run, endpoint, identity)
+                recorded = recorded_identity(run)
+                if recorded not in (None, identity):
+                    raise ChangedInputError(
+                        f"{endpoint.url}: is {identity}; expected {recorded}, with which the run began "
+                        f"({run.directory.path / SERVER_FILE}). Serve that again, or begin a new run."
+                    )
                 prove_trunk(server, proved, ends, COMPUTE_DTYPES[run.recipe.train.precision], console)
                 # Not before the proof: a server of another model must not be the one that the run began with.
                 write_json(run.directory.path / SERVER_FILE, {"identity": identity})
@@ -144,7 +145,6 @@ def prove_trunk(
     console.print(
         f"{endpoint.url}: prefers the trunk's token at {agreeing} of {positions} positions. It serves "
         f"{endpoint.checkpoint}, whose layers are taken for the trunk's.",
-        highlight=False,
     )
 
 
@@ -152,12 +152,3 @@ def recorded_identity(run: Run) -> list[str] | None:
     """Return the identity of the server that the run began with, which ends with the dtype of its states."""
     path = run.directory.path / SERVER_FILE
     return read_json(path)["identity"] if path.is_file() else None
-
-
-def _require_same_server(run: Run, endpoint: Endpoint, identity: list[str]) -> None:
-    recorded = recorded_identity(run)
-    if recorded not in (None, identity):
-        raise ChangedInputError(
-            f"{endpoint.url}: is {identity}; expected {recorded}, with which the run began "
-            f"({run.directory.path / SERVER_FILE}). Serve that again, or begin a new run."
-        )

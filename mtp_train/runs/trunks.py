@@ -211,7 +211,7 @@ def _build(
     task = progress.add_task("keeping hidden states", total=None)
     if run.is_main:
         size = cache.num_bytes / (1 << 30)
-        progress.console.print(f"{cache.directory}: {size:.2f} GiB of hidden states", highlight=False)
+        progress.console.print(f"{cache.directory}: {size:.2f} GiB of hidden states")
     with closing(states), states.computing_in(cache.dtype):
         cache.build(
             states,
@@ -237,9 +237,13 @@ def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> T
     must call it.
     """
     model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
-    device, on_layer = accelerator.device, None
+    device = accelerator.device
+    on_layer: OnLayer = None
     if to_shard:
-        device, on_layer = torch.device("cpu"), _sharder_while_loading(run)
+        device = torch.device("cpu")
+        # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
+        if inputs.adapter is model.quantization is quant_method(inputs.finetune.config) is None:
+            on_layer = layer_sharder(accelerator)
     if model.offload is not None:
         if accelerator.distributed_type is not DistributedType.NO:
             raise TrainingError(
@@ -260,22 +264,13 @@ def load_run_trunk(run: Run, dtype: torch.dtype, *, to_shard: bool = False) -> T
         )
 
 
-def _sharder_while_loading(run: Run) -> OnLayer:
-    """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
-    # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
-    is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
-    return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
-
-
 def require_room(run: Run) -> None:
     """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
     recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
-    trunk, head = inputs.finetune, inputs.head_plan
-    text_config = text_config_of(trunk)
-    model = HeadOnTrunk(trunk.path, trunk.config, text_config, head.family, head.num_modules)
-    machine, shapes = device_named(None), Shapes(recipe, model, trunk)
+    model = HeadOnTrunk(inputs.finetune, inputs.head_plan.family, inputs.head_plan.num_modules)
+    machine, shapes = device_named(None), Shapes(model)
     problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
         fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine, recipe)]

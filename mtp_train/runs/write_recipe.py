@@ -94,9 +94,8 @@ def write_recipe(
     for override in override_texts(overrides):
         apply_override(settings, override)
     found = check(settings, device=device)
-    if donor is not None:
-        # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
-        plan_head(found.recipe, open_trunk(found.recipe), open_head_source(donor))
+    # ``check`` plans for a trunk without its weights too.
+    open_trunk(found.recipe)
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _file_of(settings, start))
     notes = [] if found.room.problem is None else [f"Does not fit: {found.room.problem}."]

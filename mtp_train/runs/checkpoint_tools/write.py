@@ -27,7 +27,6 @@ from mtp_train.checkpoints.locations import (
     HEAD,
     RECIPE_FILE,
     is_head_directory,
-    locate_adapter,
     locate_checkpoint,
     open_location,
     refuse_adapter,
@@ -54,6 +53,7 @@ from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, gr
 from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
+from mtp_train.runs.inputs import adapter_of
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 
@@ -123,8 +123,7 @@ def graft(
     if is_gguf(fine_tune):
         return _in_gguf(graft_gguf(Path(fine_tune), base, out, head, link, progress), fine_tune, base)
     if head is not None:
-        found = f"--head: given for {fine_tune}, whose head keeps its bytes"
-        raise MtpError(f"{found}; expected a GGUF file. Leave it out.")
+        raise MtpError(f"--head: given for {fine_tune}, no GGUF file; expected one. Leave it out.")
     trunk, donor = open_location(fine_tune), open_location(base)
     refuse_existing(out, what="the checkpoint")
     # First: a trunk that lost weights is of another shape than its base.
@@ -218,8 +217,7 @@ def merge(
     require_whole_trunk(source, adapter_beside=True)
     if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
-        resized = replace(source, config=with_fields(source, plan.config_fields))
-        load_tokenizer(resized, adapter=lora.path)
+        load_tokenizer(replace(source, config=with_fields(source, plan.config_fields)), adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
     equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
@@ -427,10 +425,10 @@ def _head_to_export(source: Path, progress: Progress, take: Take) -> tuple[Check
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
-    model = load_recipe(source / RECIPE_FILE).model
+    recipe = load_recipe(source / RECIPE_FILE)
     # The recipe may name the trunk by a link or a hub id that leads elsewhere by now: the recorded path comes first.
-    trunk = open_location(identity["path"] if Path(identity["path"]).exists() else model.trunk)
-    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    trunk = open_location(identity["path"] if Path(identity["path"]).exists() else recipe.model.trunk)
+    adapter = adapter_of(recipe)
     inputs = {TRUNK: checkpoint_files(trunk)}
     if adapter is not None:
         inputs[ADAPTER] = directory_files(adapter)
