@@ -101,10 +101,9 @@ def generate(
 ) -> GenerateResult:
     """Decode prompts together with a checkpoint's speculative decoder. The text equals plain decoding.
 
-    The checkpoint is loaded on every call; for many calls, use ``mtp_inference.SpeculativeDecoder``.
-
     Args:
-        checkpoint: A directory, a hub id or ``demo:NAME``.
+        checkpoint: A directory, a hub id or ``demo:NAME``. It is loaded on every call; for many calls, use
+            ``mtp_inference.SpeculativeDecoder``.
         prompts: One prompt or several, raw text.
         head: What drafts, as for :func:`evaluate`, or an external drafter. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
@@ -128,12 +127,22 @@ def generate(
         >>> import mtp_train as mtp
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
+    opened = _Opened(
+        checkpoint,
+        head,
+        adapter,
+        chat,
+        chat_template_kwargs,
+        max_new_tokens,
+        depth,
+        mtp,
+        sampling,
+        draft_sampling,
+        progress,
+    )
     texts = [prompts] if isinstance(prompts, str) else prompts
-    request = _asked(max_new_tokens, sampling, mtp, depth)
-    opened = _Opened(checkpoint, head, adapter, chat, chat_template_kwargs, draft_sampling, request, progress)
     contents = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    tokens = [opened.tokens(content, f"--prompt {number}") for number, content in enumerate(contents, start=1)]
-    return opened.decode(tokens, on_text)
+    return opened.decode([opened.tokens(one, f"--prompt {place}") for place, one in enumerate(contents, 1)], on_text)
 
 
 def converse(
@@ -157,22 +166,25 @@ def converse(
         turns: The user's messages; the next one is taken after an answer. The arguments beside it are those of
             :func:`generate`.
     """
-    request = _asked(max_new_tokens, sampling, mtp, depth)
-    opened = _Opened(checkpoint, head, adapter, True, chat_template_kwargs, draft_sampling, request, progress)
+    opened = _Opened(
+        checkpoint,
+        head,
+        adapter,
+        True,
+        chat_template_kwargs,
+        max_new_tokens,
+        depth,
+        mtp,
+        sampling,
+        draft_sampling,
+        progress,
+    )
     messages: list[dict[str, str]] = []
     for number, turn in enumerate(turns, start=1):
         messages.append({"role": "user", "content": turn})
         found = opened.decode([opened.tokens(messages, f"turn {number}")], on_text)
         messages.append({"role": "assistant", "content": found.requests[0].text})
         yield found
-
-
-def _asked(max_new_tokens: int, sampling: Sampling | None, mtp: MtpMode, depth: int) -> Request:
-    """Return the settings of every request, before files are read: numbers that are out of range are refused."""
-    depth = 0 if mtp == "off" else depth
-    return Request(
-        prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), mtp=mtp, depth=depth
-    )
 
 
 class _Opened:
@@ -185,11 +197,19 @@ class _Opened:
         adapter: str | Path | None,
         chat: bool,
         variables: Mapping[str, Any] | None,
+        max_new_tokens: int,
+        depth: int,
+        mtp: MtpMode,
+        sampling: Sampling | None,
         draft_sampling: DraftSampling,
-        asked: Request,
         progress: Progress | None,
     ) -> None:
-        self.asked, self.variables = asked, dict(variables or {})
+        depth = 0 if mtp == "off" else depth
+        # Before files are read: numbers that are out of range are refused.
+        self.asked = Request(
+            prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), mtp=mtp, depth=depth
+        )
+        self.variables = dict(variables or {})
         self.given: JsonObject = {
             "checkpoint": str(checkpoint),
             "head": head and str(head),
@@ -201,7 +221,7 @@ class _Opened:
         if self.variables and not chat:
             raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
         # Depth 0 needs no head.
-        own = OWN if head is None and asked.depth else self.given["head"]
+        own = OWN if head is None and depth else self.given["head"]
         self.model = open_model(self.given["checkpoint"], own, adapter=self.given["adapter"])
         require_sound([self.model], progress or quiet_progress())
         self.device = local_device()
@@ -328,7 +348,8 @@ def evaluate(
     subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
-        _refuse_server_flags({"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only})
+        given = {"served-model": served_model, "api-key-env": api_key_env, "served-only": served_only}
+        _refuse_flags(given, "without --endpoint; expected a server. Add --endpoint URL.")
     else:
         servers = [
             Server(
@@ -464,7 +485,7 @@ def _measure(
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
-            progress.console.print(f"Is the text new to the head? {told}", highlight=False)
+            progress.console.print(f"Is the text new to the head? {told}")
         study = Study(specs, grid, out, progress, servers=servers, rule=rule)
         found = None if study.store.is_finished else study.measure()
         report = load_report(out / REPORT_FILE) if found is None else study_report(found, grid, title)
@@ -535,17 +556,13 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
 def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | None) -> ArmSpec:
     """Return the arm of ``evaluate``. The arm of a run has the run's name and its recipe's quantisation."""
     if not is_run(Path(checkpoint)):
-        return ArmSpec("", checkpoint, OWN if head is None else str(head), None if adapter is None else str(adapter))
-    for flag, value in (("--head", head), ("--adapter", adapter)):
-        if value is not None:
-            raise DataError(
-                f"{flag}: given with {checkpoint}, a run, which has its own; expected a checkpoint. Leave {flag} out, "
-                "or name the run's trunk."
-            )
+        return ArmSpec("", checkpoint, str(head or OWN), None if adapter is None else str(adapter))
+    told = f"with {checkpoint}, a run, which has its own; expected a checkpoint. Leave it out, or name the run's trunk."
+    _refuse_flags({"head": head, "adapter": adapter}, told)
     return arm_of_run(Path(checkpoint))
 
 
-def _refuse_server_flags(given: Mapping[str, Any]) -> None:
+def _refuse_flags(given: Mapping[str, object], told: str) -> None:
     for flag, value in given.items():
         if value:
-            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
+            raise DataError(f"--{flag}: given {told}")

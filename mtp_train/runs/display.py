@@ -45,13 +45,13 @@ def logged(run_dir: Path, console: Console) -> Iterator[None]:
         return
     log = _Log(run_dir / LOG_FILE)
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: console.print(record.getMessage(), highlight=False, markup=False)  # type: ignore[method-assign]
+    handler.emit = lambda record: console.print(record.getMessage(), markup=False)  # type: ignore[method-assign]
     console.push_render_hook(log)
     logging.getLogger().addHandler(handler)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, category, *_: console.print(
-                f"{category.__name__}: {message}", highlight=False, markup=False
+                f"{category.__name__}: {message}", markup=False
             )
             yield
     except BaseException as error:
@@ -94,12 +94,12 @@ class Shown:
     def _title(self) -> str:
         return ""
 
-    def _rows(self) -> Iterable[tuple[str, str | None]]:
-        """Return labels and texts; a row whose text is None is not shown."""
+    def _rows(self) -> Iterable[tuple[str, object]]:
+        """Return labels and what is printed behind them; a row with None is not shown."""
         return ()
 
     def __str__(self) -> str:
-        rows = (f"{label}: {text}" for label, text in self._rows() if text is not None)
+        rows = (f"{label}: {shown}" for label, shown in self._rows() if shown is not None)
         return "\n".join([self._title(), *rows]).removeprefix("\n")
 
     def _repr_html_(self) -> str:
@@ -122,9 +122,8 @@ def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
     for engine, text in serves.items():
         several = len(unverified) > 1 and text in unverified
         together.setdefault("not verified by this project" if several else text, []).append(engine)
-    if len(together) == 1 < len(serves):
-        return [("every engine", text) for text in together]
-    return [(", ".join(engines), text) for text, engines in together.items()]
+    every = len(together) == 1 < len(serves)
+    return [("every engine" if every else ", ".join(engines), text) for text, engines in together.items()]
 
 
 def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> str | None:

@@ -99,7 +99,7 @@ def probe_endpoint(
         'as ours'
     """
     progress, place = progress or quiet_progress(), str(checkpoint)
-    model = open_model(place, OWN if head is None else str(head))
+    model = open_model(place, str(head or OWN))
     server = Server(
         url=endpoint,
         checkpoint=place,

@@ -89,7 +89,7 @@ def probe_drafts(
         >>> mtp.probe_drafts("my-27b-mtp", "drafts.jsonl").verdict
         'with the halves of its projection swapped'
     """
-    model = open_model(str(checkpoint), OWN if head is None else str(head))
+    model = open_model(str(checkpoint), str(head or OWN))
     rounds = read_drafts(Path(drafts), int(model.checkpoint.text_config["vocab_size"]))
     probed = load_known(model)
     num_drafts = [len(one.drafts) for one in rounds]

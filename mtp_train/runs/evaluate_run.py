@@ -96,7 +96,14 @@ def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
     """
     recipe, inputs, trunk = run.recipe, run.inputs, decoding_trunk(run)
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
-    plans = head_plans(recipe, run.directory.path, inputs)
+    # The gate's baseline is always among the heads.
+    wanted = {*recipe.evaluate.arms, recipe.gate_baseline}
+    plans: dict[str, HeadPlan] = {}
+    if GRAFT in wanted and inputs.donor is not None:
+        plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
+    if NATIVE in wanted:
+        plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
+    plans[RETRAINED] = load_artifact(run.directory.path / HEAD)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
     depths = range(1, first.depth if first.rule == "greedy" else 0)
@@ -140,18 +147,6 @@ def measure(
         dense_tokens=recipe.evaluate.dense_tokens,
     )
     return measure_trunk(arms, {None: inputs.text.held_out}, settings, run.progress, run.processes, shallow=shallow)
-
-
-def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
-    """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
-    wanted = {*recipe.evaluate.arms, recipe.gate_baseline}
-    plans: dict[str, HeadPlan] = {}
-    if GRAFT in wanted and inputs.donor is not None:
-        plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
-    if NATIVE in wanted:
-        plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
-    plans[RETRAINED] = load_artifact(run_dir / HEAD)
-    return plans
 
 
 def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> Drafting:

@@ -137,7 +137,12 @@ def write_card(run_dir: Path, out: Path) -> None:
         origin = f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it."
     # The depth that the report recommends, which the commands must not contradict.
     depth = wording.serving_depth(report) or recipe.head.num_depths
-    parts = [f"{origin} {_PURPOSE}", *_measured(report), *_serving(engines, depth)]
+    measured = [UNJUDGED_SENTENCE]
+    if report.gate is not None:
+        reason, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
+        told = f"{reason}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip()
+        measured = [f"## Acceptance: {report.gate.outcome}", told]
+    parts = [f"{origin} {_PURPOSE}", *measured, *_serving(engines, depth)]
     _write(out, title, [recipe.head.kind, _TAG], [trunk, base], parts)
 
 
@@ -164,16 +169,6 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
     # `write_text` renames a new file into place: the existing one may be a hard link to the trunk's card.
     if not (out / CARD_FILE).is_dir():
         write_text(out / CARD_FILE, "\n\n".join([f"---\n{header}---", f"# {title}", *parts, _UPLOAD]))
-
-
-def _measured(report: Report) -> list[str]:
-    if report.gate is None:
-        return [UNJUDGED_SENTENCE]
-    return [
-        f"## Acceptance: {report.gate.outcome}",
-        f"{wording.capitalised(report.gate.reason)}. {wording.lossless_sentence(report.lossless)} "
-        f"{wording.held_out_sentence(report.settings)}".rstrip(),
-    ]
 
 
 def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:

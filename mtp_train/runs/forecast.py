@@ -109,7 +109,7 @@ class Forecast:
                 return
             self._said = seconds
             told += f": about {duration(seconds)} in all{', besides ' * bool(unknown)}{' and '.join(unknown)}"
-        self._console.print(told, highlight=False)
+        self._console.print(told)
 
 
 def duration(seconds: float) -> str:

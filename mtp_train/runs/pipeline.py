@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import Progress
 
@@ -117,19 +116,19 @@ def run_recipe(
             progress_on(console, is_main=is_main_process()) as progress,
         ):
             accelerator, recipe = join_processes(recipe, directory)
-            console.print(describe_processes(accelerator), highlight=False)
+            console.print(describe_processes(accelerator))
             # Those that the text or the start decides are printed then.
             later = FROM_TEXT if recipe.train.select is None or recipe.study is not None else (*FROM_TEXT, "train.lr")
             if first := [one for one in choices if one.field not in later]:
-                console.print(f"chosen by rule: {values_of(first)}", highlight=False)
+                console.print(f"chosen by rule: {values_of(first)}")
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
             stages = stages_of(recipe, run.inputs.finetune, accelerator.device.type)
             run.forecast = forecast or Forecast(stages, console)
             precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
-            console.print(f"training in {precision}: {reason}", highlight=False)
+            console.print(f"training in {precision}: {reason}")
             missing = missing_kernels(run.inputs.finetune.family.trunk.recurrent, accelerator.device.type)
             if missing is not None:
-                console.print(missing, highlight=False)
+                console.print(missing)
             outcome = run_stages(run, console, [choice.field for choice in choices])
             if run.is_main:
                 directory.write_outcome(outcome)
@@ -217,7 +216,7 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     directories = [one.directory for one in head_runs(run)]
     # As the main process finds them: a network file system may show new files to other machines later.
     found = [(one.path / HEAD).exists() for one in directories], (run.directory.path / REPORT_FILE).exists()
-    are_trained, is_measured = run.accelerator.gather_items([found])[0]
+    are_trained, is_measured = run.accelerator.said_by_main(found)
     is_trained = all(are_trained)
     if not is_trained or (recipe.gate.enabled and study is None and not is_measured):
         _load_first(run, is_trained=is_trained)
@@ -259,8 +258,7 @@ def _load_first(run: Run, *, is_trained: bool) -> None:
 
 def _has_begun(run: Run) -> bool:
     """Return whether the training of a head had begun, as the main process finds it."""
-    has_begun = any((one.directory.path / STATE).exists() for one in head_runs(run))
-    return bool(broadcast_object_list([has_begun])[0])
+    return run.accelerator.said_by_main(any((one.directory.path / STATE).exists() for one in head_runs(run)))
 
 
 def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None:
@@ -290,7 +288,7 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
         return
     text = [documents[index] for index in part_documents(run.recipe, documents)[0]]
     resolved = resolve_training(run.recipe, fields, text, run.accelerator.num_processes)
-    run.settle(broadcast_object_list([resolved])[0])
+    run.settle(run.accelerator.said_by_main(resolved))
 
 
 def _report(run: Run, report: Report, console: Console) -> None:
@@ -351,8 +349,8 @@ class RegenerateResult(Shown):
     def to_json(self) -> dict[str, int]:
         return asdict(self.counts)
 
-    def _rows(self) -> list[tuple[str, str]]:
-        return [(name.replace("_", " "), str(value)) for name, value in asdict(self.counts).items()]
+    def _rows(self) -> list[tuple[str, object]]:
+        return [(name.replace("_", " "), value) for name, value in asdict(self.counts).items()]
 
 
 def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) -> RegenerateResult:
@@ -452,12 +450,11 @@ class RunResult(Outcome, Shown):
     def _title(self) -> str:
         return self.message
 
-    def _rows(self) -> list[tuple[str, str]]:
-        rows = [*([] if self.page is None else [("report", self.page)]), *serving_lines(self.serves)]
+    def _rows(self) -> list[tuple[str, object]]:
+        rows: list[tuple[str, object]] = [("report", self.page), *serving_lines(self.serves)]
         if self.serves:
             head = load_artifact(self.run_dir / HEAD)
-            rewired = wiring_note(head.family, head.convention, self.serves)
-            rows += [] if rewired is None else [("head", rewired)]
+            rows.append(("head", wiring_note(head.family, head.convention, self.serves)))
             rows.append(("try it", shlex.join(["mtp-train", "generate", str(self.run_dir), "--show-drafts", "--chat"])))
         if _is_demo(self.run_dir):
             rows.append(("your own model", "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl"))

@@ -72,7 +72,7 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
         if accelerator.is_main_process:
             by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
             for said in copy_answers(recipe.data.responses, directory, inputs.text.prompts, by):
-                progress.console.print(said, highlight=False)
+                progress.console.print(said)
         require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)
     run.forecast.begin("answering")
@@ -195,7 +195,12 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
     """
     gather_in(trunk.decoder, trunk, accelerator)
     if not accelerator.is_main_process:
-        _follow(trunk, accelerator)
+        # Until the first process sends an error, or that it has finished.
+        with torch.no_grad():
+            while isinstance(heard := accelerator.said_by_main(), list):
+                trunk.hidden(torch.tensor(heard, device=trunk.lm_head_VD.device))
+        if heard is not None:
+            raise DataError(heard)
         return ""
 
     def tell(_decoder: Any, _args: Any, given: dict[str, Any]) -> None:
@@ -212,15 +217,6 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
         hook.remove()
     accelerator.said_by_main()
     return said
-
-
-@torch.no_grad()
-def _follow(trunk: Trunk, accelerator: RunAccelerator) -> None:
-    """Run each forward of the first process, until it sends an error or that it has finished."""
-    while isinstance(heard := accelerator.said_by_main(), list):
-        trunk.hidden(torch.tensor(heard, device=trunk.lm_head_VD.device))
-    if heard is not None:
-        raise DataError(heard)
 
 
 def answer_by_server(

@@ -16,7 +16,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +65,7 @@ CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A setting that was ``auto``, its value and the reason for it."""
 
     field: str
@@ -122,8 +120,7 @@ def resolved_recipe(
 def override_texts(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
-    return [f"{field}={text}" for field, text in texts.items()]
+    return [f"{field}={json.dumps(value, default=str, ensure_ascii=False)}" for field, value in overrides.items()]
 
 
 def launched_processes() -> int:
@@ -308,8 +305,7 @@ def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> Non
     chosen.choose("data.seq_len_tokens", length, told)
 
     chosen.choose("data.regenerate.batch_size", *_rows(chosen.recipe, model))
-    rate = lr_choice(chosen.recipe, model.hidden_size)
-    chosen.choose(rate.field, rate.value, rate.reason)
+    chosen.choose(*lr_choice(chosen.recipe, model.hidden_size))
 
 
 def _rows(recipe: Recipe, model: ModelFacts) -> tuple[int | None, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate.utils import broadcast_object_list
 from rich.progress import Progress
 
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
@@ -50,7 +49,7 @@ def join_processes(recipe: Recipe, directory: RunDirectory) -> tuple[RunAccelera
         # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
         require_shared(directory.path, [LOCK_FILE], accelerator)
         resolved = directory.with_precision(recipe, resolve_precision("auto", accelerator.device).precision)
-        return accelerator, broadcast_object_list([resolved])[0]
+        return accelerator, accelerator.said_by_main(resolved)
 
 
 @dataclass
@@ -134,7 +133,7 @@ class Run:
         if self.is_main:
             self.directory.record_recipe(self.recipe)
             values = ", ".join(f"{one.field}={one.shown}" for one in choices)
-            self.progress.console.print(f"chosen by rule: {values}", highlight=False)
+            self.progress.console.print(f"chosen by rule: {values}")
 
     def claim(self) -> None:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
@@ -145,20 +144,18 @@ class Run:
             checksum = text_checksum(inputs.text.documents, [*inputs.text.prompts, *inputs.text.held_out])
             require_alike({"model": configs, "data": checksum}, accelerator)
         if self.is_main:
-            self.directory.claim(self.recipe, self._provenance(), self.records)
+            model = self.recipe.model
+            provenance = {
+                "trunk": checkpoint_identity(model.trunk, inputs.finetune),
+                "head_from": checkpoint_identity(model.head_from or "", inputs.donor) if inputs.donor else None,
+                "seed": self.recipe.seed,
+                "plan": asdict(self.plan),
+                **environment_facts(),
+            }
+            self.directory.claim(self.recipe, provenance, self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
         require_shared(self.directory.path, [RECIPE_FILE, RECORD_FILE], accelerator)
         self.inputs = replace(inputs, contents=self.directory.contents)
-
-    def _provenance(self) -> dict[str, object]:
-        model, inputs = self.recipe.model, self.inputs
-        return {
-            "trunk": checkpoint_identity(model.trunk, inputs.finetune),
-            "head_from": checkpoint_identity(model.head_from or "", inputs.donor) if inputs.donor else None,
-            "seed": self.recipe.seed,
-            "plan": asdict(self.plan),
-            **environment_facts(),
-        }
 
 
 def processes_of(accelerator: RunAccelerator) -> Processes:

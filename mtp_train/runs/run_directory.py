@@ -59,7 +59,7 @@ from mtp_train.errors import (
 from mtp_train.evaluation.results import read_record
 from mtp_train.progress import is_main_process
 from mtp_train.recipe.json_schema import dotted, shown
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
+from mtp_train.recipe.loading import dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
@@ -144,7 +144,7 @@ class RunDirectory:
             which = f"holds a run of format_version {found!r}, which another version of mtp-train began"
             raise self._refused(which, str(FORMAT_VERSION), ", or remove this one")
         recorded = self.path / RECIPE_FILE
-        differing = _differing_fields(recorded.read_text(encoding="utf-8"), recipe)
+        differing = _differing_fields(recorded, recipe)
         if differing:
             more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
             other = f"holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}"
@@ -160,8 +160,12 @@ class RunDirectory:
         if not above.is_dir():
             raise self._refused(f"is or lies below the file {above}", "a directory")
         model = recipe.model
-        inputs = {TRUNK: model.trunk, HEAD_FROM: model.head_from, ADAPTER: model.adapter}
-        inputs["data.responses"] = recipe.data.responses
+        inputs = {
+            TRUNK: model.trunk,
+            HEAD_FROM: model.head_from,
+            ADAPTER: model.adapter,
+            "data.responses": recipe.data.responses,
+        }
         inputs |= {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
         for field, name in inputs.items():
             if name is None:
@@ -337,7 +341,7 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
         owner = lock.owner
     holder = "an unknown process" if owner is None else f"process {owner.pid} on {owner.hostname}"
     if owner is None or owner.hostname != socket.gethostname():
-        console.print(f"{path}: {holder} held it last; waiting for a sign of life.", highlight=False)
+        console.print(f"{path}: {holder} held it last; waiting for a sign of life.")
         with contextlib.suppress(Timeout):
             lock.acquire(timeout=2 * LEASE_SECONDS)
             return
@@ -350,14 +354,14 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
 _ADDRESSES = ("data.regenerate.endpoint", "train.states.endpoint")
 
 
-def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
+def _differing_fields(recorded: Path, recipe: Recipe) -> list[str]:
     """Return the fields of a recorded recipe that differ from this one, each with both values.
 
     Not compared: the address of a server, as what it serves is checked again, the number of processes, a precision that
     is ``auto``, and trackers.
     """
     try:
-        before = load_recipe(parse_yaml(recorded, "recipe"))
+        before = load_recipe(recorded)
     except RecipeError as error:
         return [f"it is not valid here ({error.problems[0]})"]
     found = _differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"), "")

@@ -29,7 +29,7 @@ from mtp_train.evaluation.run import Study, study_report
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
-from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
+from mtp_train.report.wording import format_number, format_percent, lossless_sentence, signed, verdict_title
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.trunks import HIDDEN
@@ -139,7 +139,7 @@ def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tu
     measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
     # Confirmed if all measures confirm it, refuted if all refute it.
     tones = {one.tone for one in measures}
-    tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
+    tone = tones.pop() if len(tones) == 1 else "neutral"
     found = {
         word: [one.statement.removeprefix(BACK).rstrip(".") for one in measures if one.tone == of]
         for of, word in VERDICTS.items()
@@ -165,12 +165,10 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
     head = retrained(study.objectives[0])
     mine, theirs = cell_of(report, head, setting), cell_of(report, VANILLA, setting)
     one = comparison_of(report, head, VANILLA, setting)
-    texts = f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats"
-    if theirs.repeated_8gram_share is not None:
-        texts += (
-            f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
-            f"{100 * theirs.repeated_8gram_share:.0f} %"
-        )
+    texts = (
+        f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats, "
+        f"repeats {format_percent(mine.repeated_8gram_share)} against {format_percent(theirs.repeated_8gram_share)}"
+    )
     findings = []
     if mine.tau is not None and theirs.tau is not None:
         limit, gain = -study.margin * theirs.tau, signed(one.delta_tau, one.delta_tau_ci95)

@@ -160,7 +160,7 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
         said = states.close()
     if run.is_main:
         if said:
-            progress.console.print(said, highlight=False)
+            progress.console.print(said)
         save_artifact(trained_artifact(run, weights, draft_vocab, selection), run.directory.path / HEAD)
 
 

@@ -66,9 +66,9 @@ def stored_types(tensors: Iterable[ReaderTensor]) -> str:
 def missing_of_head(model: GgufModel) -> tuple[str, ...]:
     """Return the names that every module of the architecture has and a module of this head lacks."""
     record = RECORDS.get(model.arch)
-    wanted = {name for name in _ALWAYS if record is not None and name in record.names.values()}
+    wanted = [name for name in _ALWAYS if record is not None and name in record.names.values()]
     blocks = sorted({block_of(name) for name in model.head})
-    named = (f"blk.{block}.{name}" for block in blocks for name in sorted(wanted))
+    named = (f"blk.{block}.{name}" for block in blocks for name in wanted)
     return tuple(name for name in named if name not in model.head)
 
 
@@ -124,8 +124,7 @@ def graft_gguf(
             f"{fine_tune}: has a head in a split that is not the first; expected one without a head there. Merge the "
             "splits with llama-gguf-split --merge."
         )
-    found = _of_gguf(trunk, base, kind) if is_gguf(base) else _of_checkpoint(trunk, base, progress)
-    head, fields, modules = found
+    head, fields, modules = _of_gguf(trunk, base, kind) if is_gguf(base) else _of_checkpoint(trunk, base, progress)
     named = {
         (one.name, torch_shape(one)) if isinstance(one, ReaderTensor) else (one.key, one.shape): one for one in head
     }
@@ -158,7 +157,6 @@ def _of_checkpoint(trunk: GgufModel, base: str, progress: Progress) -> _Head:
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         progress.console.print(
             f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}.",
-            highlight=False,
         )
     layout = layout_of(donor)
     tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
@@ -181,10 +179,11 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None) -> _Head:
     donor = open_gguf(Path(base))
-    problems = problems_of_head(donor)
-    if not donor.head or problems:
-        found = problems[0] if problems else "no head"
-        raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head. Use the base's checkpoint.")
+    problems = problems_of_head(donor) if donor.head else ["no head"]
+    if problems:
+        raise CheckpointError(
+            f"{base}: {problems[0]}; expected a GGUF file with a complete head. Use the base's checkpoint."
+        )
     _require_fit(trunk, base, donor.arch, donor.num_layers, donor.value("embedding_length"))
     prefix = f"{donor.arch}."
     fields = {

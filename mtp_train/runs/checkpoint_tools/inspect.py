@@ -183,8 +183,8 @@ class Inspection(Shown):
     def _title(self) -> str:
         return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
-    def _rows(self) -> list[tuple[str, str | None]]:
-        head, trunk, change = self.head, self.trunk, self.trunk_changed
+    def _rows(self) -> list[tuple[str, object]]:
+        head, trunk = self.head, self.trunk
         found = {
             "trunk missing": trunk.missing_keys,
             "missing": head.missing_keys,
@@ -203,8 +203,8 @@ class Inspection(Shown):
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
             *((title, first_of(keys)) for title, keys in found.items() if keys),
-            ("trunk", None if change is None else str(change)),
-            ("head", None if self.head_difference is None else str(self.head_difference)),
+            ("trunk", self.trunk_changed),
+            ("head", self.head_difference),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
             *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
