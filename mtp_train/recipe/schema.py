@@ -130,13 +130,9 @@ class Recipe(RecipeSection):
     def _of_the_head(self) -> Iterator[str]:
         head, unroll, depth = self.head, self.objective.unroll, self.evaluate.depth
         most = self.kind.deepest
-        studied = () if self.study is None else self.study.depths
-        for field, depths in (
-            ("head.num_depths", [head.num_depths]),
-            ("evaluate.depth", [depth or 0]),
-            ("study.depths", studied),
-        ):
-            asked = max(depths, default=0)
+        studied = 0 if self.study is None else max(self.study.depths)
+        fields = {"head.num_depths": head.num_depths, "evaluate.depth": depth or 0, "study.depths": studied}
+        for field, asked in fields.items():
             if asked > most:
                 yield f"{field}: {asked} with head.kind: {head.kind}; expected {most} or less. Write {field}: {most}."
         if not self.kind.apart and unroll != "exact":

@@ -70,13 +70,13 @@ class RecipeSection(BaseModel):
             raise PydanticCustomError(CONTRADICTION, "fields contradict each other", {"problems": problems})
         return self
 
-    def without_effect(self, why: str, *names: str) -> Iterator[str]:
-        """Yield a problem for each field that is set, that is not at its default, where it has no effect."""
+    def without_effect(self, cause: str, value: object, *names: str) -> Iterator[str]:
+        """Yield a problem for each field that is away from its default, where another field leaves it no effect."""
         for name in names:
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value != default:
-                found = list(value) if isinstance(value, tuple) else value
-                yield f"{name}: {found!r} {why}; expected {'null' if default is None else default}. Leave it out."
+            given, default = getattr(self, name), type(self).model_fields[name].default
+            if given != default:
+                found, off = list(given) if isinstance(given, tuple) else given, "null" if default is None else default
+                yield f"{name}: {found!r} with {cause}: {value}; expected {off}. Leave it out."
 
     def repeats(self, *names: str) -> Iterator[str]:
         """Yield a problem for each list with a value twice."""
@@ -316,9 +316,9 @@ class RegenerateSpec(RecipeSection):
         if self.endpoint is not None:
             yield from _of_address(self.endpoint, "data.regenerate")
         else:
-            yield from self.without_effect("without data.regenerate.endpoint", "model", "concurrency", "api_key_env")
+            yield from self.without_effect("data.regenerate.endpoint", "null", "model", "concurrency", "api_key_env")
         if self.temperature == 0:
-            yield from self.without_effect("with data.regenerate.temperature: 0", "top_p", "top_k", "min_p")
+            yield from self.without_effect("data.regenerate.temperature", 0, "top_p", "top_k", "min_p")
 
 
 def _of_address(address: str, section: str) -> Iterator[str]:
@@ -361,8 +361,8 @@ class DataSection(RecipeSection):
     near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.regenerate is None:
-            yield from self.without_effect("while data.regenerate is null", "responses")
+        if self.responses is not None and self.regenerate is None:
+            yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
         count, length = self.loss_positions, self.seq_len_tokens
         if count is not None and not is_auto(length) and count >= length:
             yield (
@@ -389,7 +389,7 @@ class ObjectiveSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         if not find_loss(self.loss).distils:
-            yield from self.without_effect(f"with objective.loss: {self.loss}", "temperature")
+            yield from self.without_effect("objective.loss", self.loss, "temperature")
 
 
 class HiddenCacheSpec(RecipeSection):
@@ -524,7 +524,7 @@ class EvaluateSection(RecipeSection):
         yield from self.repeats("arms", "temperature", *filters)
         temperatures = () if is_auto(self.temperature) else self.temperature
         if temperatures and not any(temperatures):
-            yield from self.without_effect("with evaluate.temperature: 0", *filters)
+            yield from self.without_effect("evaluate.temperature", 0, *filters)
         for value in temperatures:
             if 0.0 < value < MIN_TEMPERATURE:
                 yield f"temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy."

@@ -109,4 +109,4 @@ def _summary(path: Path) -> str:
 
 
 def _listed(title: str, files: Sequence[ShippedFile]) -> str:
-    return "\n".join([f"{title}:", *(f"{file.name}: {file.summary}\n  {file.path}" for file in files)])
+    return "\n".join([f"{title}:", *(f"{file.name}  {file.summary}\n  {file.path}" for file in files)])
