@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -75,8 +75,7 @@ STATES = "train.states.endpoint=http://localhost:8000/v1"
 """Leave the layers to a server too."""
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """What a run needs of the device of each process."""
 
     plan: Plan

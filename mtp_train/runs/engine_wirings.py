@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,8 +56,7 @@ class Replayed(NamedTuple):
     """Drafts of each round; those beyond the text have no token."""
 
 
-@dataclass(frozen=True)
-class Probed:
+class Probed(NamedTuple):
     """A trunk, and a head or a block drafter whose wirings are known."""
 
     trunk: Trunk

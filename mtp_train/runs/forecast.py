@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -29,8 +29,7 @@ CPU_ROWS = 16
 """A CPU takes twice as long for a round of so many more rows; a GPU takes as long as for one row."""
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A stage of a run, and the units of work that are planned for it."""
 
     name: str

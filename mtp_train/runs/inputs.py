@@ -312,8 +312,7 @@ SAME_ROWS = 0.1
 """Largest relative distance between a draft model's output matrix and rows of its trunk's before a fine-tune of it."""
 
 
-@dataclass(frozen=True)
-class LoneHead:
+class LoneHead(NamedTuple):
     """An opened head without a trunk: a head directory, or a draft model."""
 
     path: Path

@@ -23,7 +23,6 @@ from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.identity import checkpoint_files, require_same
 from mtp_train.checkpoints.locations import EXPORT, HEAD, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
-from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError, GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.evaluation.run import SERVED_CHECKPOINT
@@ -272,23 +271,18 @@ def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None
     del trunk
     run.attempt.stage = "data"
     documents = data_stage(run)
-    _resolve_length(run, documents, auto)
+    fields = [field for field in auto if field in FROM_TEXT]
+    # The length is fixed once training has begun.
+    if fields and not _has_begun(run):
+        text = [documents[index] for index in part_documents(run.recipe, documents)[0]]
+        resolved = resolve_training(run.recipe, fields, text, run.accelerator.num_processes)
+        run.settle(run.accelerator.said_by_main(resolved))
     run.attempt.stage = "train"
     # The heads of a study share a learning rate.
     chooses_lr = "train.lr" in auto and recipe.study is None
     for of_head, is_trained in zip(head_runs(run), are_trained, strict=True):
         if not is_trained:
             train_stage(of_head, documents, chooses_lr=chooses_lr)
-
-
-def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
-    """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
-    fields = [field for field in auto if field in FROM_TEXT]
-    if not fields or _has_begun(run):
-        return
-    text = [documents[index] for index in part_documents(run.recipe, documents)[0]]
-    resolved = resolve_training(run.recipe, fields, text, run.accelerator.num_processes)
-    run.settle(run.accelerator.said_by_main(resolved))
 
 
 def _report(run: Run, report: Report, console: Console) -> None:

@@ -442,14 +442,13 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> JsonObj
 
 
 def environment_facts() -> JsonObject:
-    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {
         "versions": {"mtp-train": __version__, **{package: metadata.version(package) for package in _PACKAGES}},
         "python": platform.python_version(),
         "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),
         "hardware": {
-            "device": device,
+            "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
             "threads": torch.get_num_threads(),
             "platform": platform.platform(),
         },
