@@ -32,8 +32,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.heads.build import build_head
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.build import drafting_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -96,8 +95,7 @@ class Bench:
     def drafting(self, directory: Path | None) -> HeadDrafting:
         """Return the head in a directory, or for None the initial head."""
         plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
-        weight, config = self.trunk.lm_head_VD, text_config_of(self.run.inputs.finetune)
-        return HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
+        return drafting_of(plan, self.run.inputs.finetune, self.trunk.lm_head_VD)
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""

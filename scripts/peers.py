@@ -34,8 +34,7 @@ from mtp_inference import HeadDrafting
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.build import drafting_of, graft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 
@@ -72,8 +71,7 @@ class PeersBench(Bench):
         if directory is None or not (directory / "stitched").is_dir():
             return super().drafting(directory)
         plan = graft_plan(self.run.inputs.finetune, open_location(str(directory / "stitched")), "auto")
-        head = build_head(plan, text_config_of(self.run.inputs.finetune), dtype=self.trunk.lm_head_VD.dtype)
-        return HeadDrafting(head.eval(), None)
+        return drafting_of(plan, self.run.inputs.finetune, self.trunk.lm_head_VD)
 
 
 class Study:

@@ -23,8 +23,8 @@ from mtp_train.checkpoints.locations import head_directory, is_head_directory, l
 from mtp_train.checkpoints.tokenizer import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.families import Family
-from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.build import HeadPlan, deepest, drafting_of, graft_artifact_plan, graft_plan
+from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
@@ -102,10 +102,8 @@ class OpenModel:
 
     def load_drafting(self, trunk: Trunk) -> Drafting | None:
         """Load the drafter in the trunk's dtype and on its device; None for plain decoding."""
-        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
-            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
-            return self.plan.family.kind.draft_with(head, self.plan.draft_vocab)
+            return drafting_of(self.plan, self.checkpoint, trunk.lm_head_VD)
         return NgramDrafting() if self.head == NGRAM else None
 
 

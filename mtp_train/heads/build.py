@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,12 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
         for block in head.blocks:
             cast(Block, block).lm_head = output
     return head
+
+
+def drafting_of(plan: HeadPlan, checkpoint: Checkpoint, like: Tensor) -> Any:
+    """Return the decoder's ``Drafting`` with the head of a plan, on the device and in the dtype of a tensor."""
+    head = build_head(plan, text_config_of(checkpoint), dtype=like.dtype)
+    return plan.family.kind.draft_with(head.to(like.device).eval(), plan.draft_vocab)
 
 
 def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]) -> None:

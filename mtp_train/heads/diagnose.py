@@ -191,8 +191,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
-    config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=checkpoint.trusts_code)
-    return config.get_text_config()
+    return trunk_config(checkpoint).get_text_config()
 
 
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
@@ -269,18 +268,14 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     )
 
 
-def trunk_config(path: Path, family: Family | None = None, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
-
-    Args:
-        family: The trunk's; None for an external drafter, which transformers has a class for.
-    """
-    if family is not None:
-        family.require_transformers()
+def trunk_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config."""
+    path, family = checkpoint.path, checkpoint.family
+    family.require_transformers()
     with named_rejections(path):
-        stand_in = None if family is None else family.trunk.stand_in
+        stand_in = family.trunk.stand_in
         if stand_in is None:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=checkpoint.trusts_code)
         else:
             # Of a wrapper's config, the language model's part.
             config = CONFIG_MAPPING[stand_in.wrapper or stand_in.model_type].from_pretrained(path).get_text_config()

@@ -133,12 +133,10 @@ class Shapes:
     """The trunk and the head of a recipe, without their weights."""
 
     def __init__(self, model: HeadOnTrunk) -> None:
-        self.model, family, of_trunk = model, model.family, model.trunk.family
-        path, trusts = model.trunk.path, model.trunk.trusts_code
+        self.model, family = model, model.family
         self._is_packed = quant_method(model.trunk.config) is not None
-        with named_rejections(path):
-            config = trunk_config(path, of_trunk, trust_remote_code=trusts)
-            self.trunk: Trunk = empty_trunk(config, of_trunk, trust_remote_code=trusts)
+        with named_rejections(model.trunk.path):
+            self.trunk: Trunk = empty_trunk(trunk_config(model.trunk), model.trunk)
             self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
             self.trunk.shows_keys = family.reads_keys
             self._head = {

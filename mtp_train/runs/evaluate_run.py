@@ -29,8 +29,7 @@ from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, lossless
-from mtp_train.heads.build import HeadPlan, build_head, graft_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.build import HeadPlan, drafting_of, graft_plan
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import Inputs, source_plan
@@ -104,7 +103,7 @@ def measure_arms(run: Run, settings: Sequence[Setting]) -> Measurements:
     if NATIVE in wanted:
         plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = load_artifact(run.directory.path / HEAD)
-    heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
+    heads = {arm: drafting_of(plan, inputs.finetune, trunk.lm_head_VD) for arm, plan in plans.items()}
     first = settings[0]
     depths = range(1, first.depth if first.rule == "greedy" else 0)
     shallow = [(RETRAINED, replace(first, depth=depth)) for depth in depths]
@@ -149,11 +148,6 @@ def measure(
     return measure_trunk(arms, {None: inputs.text.held_out}, settings, run.progress, run.processes, shallow=shallow)
 
 
-def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> Drafting:
-    head = build_head(plan, text_config_of(checkpoint), dtype=trunk.lm_head_VD.dtype)
-    return plan.family.kind.draft_with(head.to(trunk.lm_head_VD.device).eval(), plan.draft_vocab)
-
-
 def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) -> MeasuredArm:
     """Measure the base with its own head, as this run would with the base for its trunk.
 
@@ -171,7 +165,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
         held=HeldTrunk(),
     )
     trunk = decoding_trunk(vanilla)
-    heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, trunk)}
+    heads = {VANILLA: drafting_of(graft_plan(base, base, run.recipe.head.convention), base, trunk.lm_head_VD)}
     return measure(vanilla, trunk, heads, [setting])[1]
 
 

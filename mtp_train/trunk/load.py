@@ -245,12 +245,14 @@ def _trunk_class(family: Family) -> Any:
     return AutoModelForImageTextToText if family.trunk.only_with_vision else AutoModelForCausalLM
 
 
-def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: bool = False) -> Trunk:
+def empty_trunk(config: PretrainedConfig, checkpoint: Checkpoint) -> Trunk:
+    """Return the trunk of a checkpoint without its weights, by a config that may be another one."""
+    family = checkpoint.family
     with torch.device("meta"):
         if family.trunk.stand_in is not None:
             model = _trunk_class(family)(config)
         else:
-            model = _trunk_class(family).from_config(config, trust_remote_code=trust_remote_code)
+            model = _trunk_class(family).from_config(config, trust_remote_code=checkpoint.trusts_code)
     return Trunk(model, family)
 
 
@@ -344,11 +346,11 @@ def load_trunk(
     """
     family, path, trusts = checkpoint.family, checkpoint.path, checkpoint.trusts_code
     refuse_embedded_adapter(path)
-    config = trunk_config(path, family, trust_remote_code=trusts)
+    config = trunk_config(checkpoint)
     given: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trusts}
     # Only when set: transformers treats an explicit None as "unquantised" and skips the packed weights.
     if quantization is not None:
-        empty = empty_trunk(config, family, trust_remote_code=trusts).causal_lm
+        empty = empty_trunk(config, checkpoint).causal_lm
         given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given["device_map"] = {"": device}
@@ -390,9 +392,9 @@ def load_ends(
     Raises:
         CheckpointError: A tensor is missing, or has another shape than by the config; or the lm_head is packed.
     """
-    family, path, trusts = checkpoint.family, checkpoint.path, checkpoint.trusts_code
+    family, path = checkpoint.family, checkpoint.path
     layout = layout_of(checkpoint)
-    config = as_plain(trunk_config(path, family, trust_remote_code=trusts))
+    config = as_plain(trunk_config(checkpoint))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
     changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
     state = {
@@ -405,7 +407,7 @@ def load_ends(
             f"{path}: {packed[0]} is packed; expected a plain embedding and lm_head. Use a quantised checkpoint that "
             "keeps them, as most do."
         )
-    whole: Any = type(empty_trunk(config, family, trust_remote_code=trusts).causal_lm)
+    whole: Any = type(empty_trunk(config, checkpoint).causal_lm)
     initialise = whole.__init__
 
     def without_layers(self: Any, *args: Any, **named: Any) -> None:

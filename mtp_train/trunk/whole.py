@@ -173,13 +173,11 @@ def _whole_numbers(tensors: StoredTensors, plain: Iterable[str], model: Any) -> 
 
 def _model_without_weights(checkpoint: Checkpoint) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
-    family = checkpoint.family
-    trusts = checkpoint.trusts_code
     try:
-        _ = family.classes
-        config = trunk_config(checkpoint.path, family, trust_remote_code=trusts)
+        _ = checkpoint.family.classes
+        config = trunk_config(checkpoint)
         with named_rejections(checkpoint.path):
-            return empty_trunk(config, family, trust_remote_code=trusts).causal_lm
+            return empty_trunk(config, checkpoint).causal_lm
     except UnsupportedModelError:
         return None
 

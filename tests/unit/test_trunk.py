@@ -27,7 +27,7 @@ from checkpoints import (
 from json_files import read_json, write_json
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, family_named
 from mtp_train.heads.diagnose import text_config_of, trunk_config
@@ -43,11 +43,14 @@ def load(path: Path, adapter: Path | None = None) -> Trunk:
     return load_trunk(open_checkpoint(path), dtype=torch.float32, adapter=adapter)
 
 
-def test_a_transformers_too_old_for_a_family_is_named_before_it_reads_the_config(tmp_path: Path) -> None:
+def test_a_transformers_too_old_for_a_family_is_named_before_it_reads_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     family = family_named("hy_v4")
     newer = replace(family, trunk=replace(family.trunk, needs_transformers="99.1"))
+    monkeypatch.setattr(Checkpoint, "family", newer)
     with pytest.raises(UnsupportedModelError, match=r"expected 99\.1 or later, which Hunyuan 4 needs"):
-        trunk_config(tmp_path, newer)
+        trunk_config(Checkpoint(tmp_path, {}, None, {}))
 
 
 @pytest.mark.parametrize("tied", [False, True])
