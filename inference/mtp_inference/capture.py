@@ -87,7 +87,8 @@ class Rounds:
     def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a round that ran before; return its graph and the outcome that each replay writes."""
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream()
         # Other threads may allocate, and copy batches to the device, while this one captures.
         recording = torch.cuda.graph(graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
         try:

@@ -46,7 +46,8 @@ class FastLinear:
             return linear(input, self._parameters["weight"], bias_O)
         if self._packed is None:
             weight = self._parameters["weight"]
-            self._packed, self._packed_from = pack(weight), (_state(weight), _probe(weight))
+            self._packed = pack(weight)
+            self._packed_from = (_state(weight), _probe(weight))
         return torch.ops.mkldnn._linear_pointwise(input, self._packed, bias_O, "none", [], "")
 
     def refresh(self) -> None:

@@ -82,7 +82,8 @@ class PlainTexts:
         """A check of each of these texts."""
 
     def _check_plain(self, index: int) -> TextCheck:
-        text, rounding = self._texts[index], self._rounding
+        text = self._texts[index]
+        rounding = self._rounding
         found = replace(_check_rule(text, "plain"), error=rounding.largest)
         if index >= len(rounding.plain_errors):
             return found
@@ -109,7 +110,8 @@ class PlainTexts:
         return self._counted(found, errors(text, reference, num_shared), rounding.limit) if reference else found
 
     def _counted(self, found: TextCheck, errors_P: FloatArray, limit: float) -> TextCheck:
-        expected, over_limit = self._rounding.share_over_limit * len(errors_P), int((errors_P > limit).sum())
+        expected = self._rounding.share_over_limit * len(errors_P)
+        over_limit = int((errors_P > limit).sum())
         return replace(found, measured=len(errors_P), over_limit=over_limit, expected_over_limit=expected)
 
     def _beside(self, found: TextCheck, text: Text, plain: Text) -> tuple[TextCheck, int]:

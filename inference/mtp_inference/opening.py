@@ -80,7 +80,8 @@ class OpenModel:
 
         A head that chains its modules has one module for each depth, and recurrent layers undo few tokens.
         """
-        of_head, of_trunk = None if self.plan is None else deepest(self.plan), most_undecided(self.family)
+        of_head = None if self.plan is None else deepest(self.plan)
+        of_trunk = most_undecided(self.family)
         limits = [self.most_drafts, of_head, None if of_trunk is None else of_trunk - 1]
         return min(most for most in limits if most is not None)
 

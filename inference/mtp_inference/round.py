@@ -71,7 +71,8 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
     Returns:
         The outcome of a round without drafts, see :func:`run_round`.
     """
-    trunk, num_tokens = batch.trunk, prompt_RT.shape[1]
+    trunk = batch.trunk
+    num_tokens = prompt_RT.shape[1]
     # Without a drafter only the last chunk is read.
     hidden = deque[Tensor](maxlen=1 if batch.drafter is None else None)
     with batch.widened(batch.widens_prefill):

@@ -39,7 +39,8 @@ def first_broken(tokens: tuple[int, ...], record: TextRecord) -> int | None:
 
 def _required(record: TextRecord) -> Iterator[int]:
     """Yield the tokens of all rounds; end with no token where a round committed another number of them."""
-    last, place = record.prompt_ids[-1], 0
+    last = record.prompt_ids[-1]
+    place = 0
     draws, accepts = (_numbers(record, stream) for stream in (TOKEN, ACCEPT))
     for one in record.rounds:
         if one.window[0] != last:
@@ -49,7 +50,8 @@ def _required(record: TextRecord) -> Iterator[int]:
         else:
             found = list(_sampled(one, draws[place:], accepts[place:]))
         yield from found if len(found) == one.num_kept else [NO_TOKEN]
-        last, place = found[-1], place + len(found)
+        last = found[-1]
+        place += len(found)
 
 
 def _numbers(record: TextRecord, stream: int) -> FloatArray:
@@ -92,7 +94,8 @@ def _drafts(one: RoundRecord) -> list[int]:
 def _largest(one: RoundRecord, row: int) -> int:
     """Return the token with the largest logit, the first of the vocabulary if several have it."""
     best = one.best
-    ids_N, values_N = best.ids_PN[row], best.values_PN[row]
+    ids_N = best.ids_PN[row]
+    values_N = best.values_PN[row]
     ties = ids_N[values_N == values_N[0]]
     # If all that were recorded tie, others may too.
     return one.tokens[row] if len(ties) == len(ids_N) and one.tokens[row] in ties else int(ties.min())

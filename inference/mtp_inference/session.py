@@ -158,7 +158,8 @@ class Session:
         lanes, rows = self._next_group()
         prompt_RT = self.batch.tensor([list(lane.request.prompt_ids) for lane in lanes])
         requests = [lane.request for lane in lanes]
-        limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
+        limits = [one.max_new_tokens for one in requests]
+        stops = [lane.stops for lane in lanes]
         self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
         outcome = prefill(self.batch, rows, prompt_RT).tolist()
         now = time.perf_counter()
@@ -166,8 +167,10 @@ class Session:
             token, num_kept = one[:2]
             if self.batch.records:
                 lane.recorded.append(RoundRecord.of(one, 1))
-            lane.started, lane.seconds_prefill = started, now - started
-            lane.position, lane.pending = prompt_RT.shape[1], 1
+            lane.started = started
+            lane.seconds_prefill = now - started
+            lane.position = prompt_RT.shape[1]
+            lane.pending = 1
             if num_kept == BAD_TRUNK:
                 raise self._non_finite("trunk", lane)
             yield self._extend(lane, [token])
@@ -259,7 +262,8 @@ class Session:
 
     def _look(self) -> Iterator[Chunk]:
         read, lanes, plan, launched = self.in_flight.popleft()
-        rows, num_tokens = read(), plan.depth + 1
+        rows = read()
+        num_tokens = plan.depth + 1
         now = self._round_clock()
         # A round that waited for the previous round began when that one ended.
         self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))

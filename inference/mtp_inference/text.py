@@ -55,7 +55,8 @@ class TextStream:
         return self._decode([*self._known, *self._waiting])[len(self._decode(self._known)) :]
 
     def _release(self, text: str) -> str:
-        self._known, self._waiting = self._waiting or self._known, []
+        self._known = self._waiting or self._known
+        self._waiting = []
         self.text += text
         return text
 

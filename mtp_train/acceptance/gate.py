@@ -115,7 +115,8 @@ def decide_gate(
         target_break_even: Break-even tau of the engine that will serve the head, which then decides against plain
             decoding; None to decide by the speed measured here.
     """
-    needed, level = min_gate_groups(confidence), 1.0 - confidence
+    needed = min_gate_groups(confidence)
+    level = 1.0 - confidence
     silent = [name for name, pair in measured.items() if not sum(one.rounds for one in pair.head)]
     if silent:
         where = f" ({silent[0]})" if len(measured) > 1 else ""
@@ -171,7 +172,8 @@ def _test_of(name: str, pair: Pair, baseline: str, target: float | None) -> _Tes
     if baseline != PLAIN:
         told = f"tau {found.tau:.2f} against {found.baseline_tau:.2f} ({baseline}) {prompts}"
         return _Test(found, gain, "the gain", lambda gain: gain, told)
-    speedup, needed = measured_speedup(pair), break_even_tau(pair.timed_head, pair.timed_baseline)
+    speedup = measured_speedup(pair)
+    needed = break_even_tau(pair.timed_head, pair.timed_baseline)
     found = replace(
         found,
         tau_ci95=tau_interval(pair.head),

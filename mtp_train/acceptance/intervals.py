@@ -140,7 +140,8 @@ def _interval_per_round(totals_P: FloatArray, counts: Sequence[PromptCounts], hi
         The interval; None if fewer than two groups have a round, as these have no spread.
     """
     groups = [one.group for one in counts]
-    totals_G, rounds_G = sum_by_group(totals_P, groups), sum_by_group(accepted_by_position(counts)[1], groups)
+    totals_G = sum_by_group(totals_P, groups)
+    rounds_G = sum_by_group(accepted_by_position(counts)[1], groups)
     if not rounds_G.any():
         return None
     value = float(totals_G.sum() / rounds_G.sum())
@@ -167,7 +168,8 @@ def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
 
 def jackknife(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:
     """Return the spread of a value over groups, given the value without each group; None for fewer than two groups."""
-    without_G, weight_G = without_G[weight_G > 0], weight_G[weight_G > 0]
+    without_G = without_G[weight_G > 0]
+    weight_G = weight_G[weight_G > 0]
     num_groups = len(without_G)
     if num_groups < 2 or not np.isfinite(without_G).all():
         return None
@@ -182,7 +184,8 @@ def two_sided_p(t: float, freedom: int) -> float:
     angle = math.atan(abs(t) / math.sqrt(freedom))
     cosine = math.cos(angle)
     odd = freedom % 2 == 1
-    total, term = 0.0, cosine if odd else 1.0
+    total = 0.0
+    term = cosine if odd else 1.0
     for k in range(3 if odd else 2, freedom + 1, 2):
         total += term
         term *= cosine**2 * (k - 1) / k

@@ -51,7 +51,8 @@ def break_even_tau(drafted: Sequence[PromptCounts], plain: Sequence[PromptCounts
 
     None where a time was not measured or nothing was decoded.
     """
-    with_drafts, without = round_seconds(drafted), round_seconds(plain)
+    with_drafts = round_seconds(drafted)
+    without = round_seconds(plain)
     return with_drafts / without if with_drafts is not None and without else None
 
 
@@ -66,7 +67,8 @@ def round_seconds(counts: Sequence[PromptCounts]) -> float | None:
 
 def tokens_per_second(decoded: Sequence[PromptCounts], timed: Sequence[PromptCounts]) -> float | None:
     """Return the new tokens of decoded prompts over the time of their prefill and rounds; None without times."""
-    texts, clock = _texts(decoded).sum(axis=0), _clock(timed)
+    texts = _texts(decoded).sum(axis=0)
+    clock = _clock(timed)
     found = math.nan if clock is None else 1.0 / float(_seconds_per_token(texts, clock.sum(axis=0)))
     return found if math.isfinite(found) else None
 
@@ -103,12 +105,14 @@ class Speedup(NamedTuple):
 
 def measured_speedup(pair: Pair) -> Speedup | None:
     """Return the speedup of a head over plain decoding of the same prompts; None without measured times."""
-    clock, plain_clock = _clock(pair.timed_head), _clock(pair.timed_baseline)
+    clock = _clock(pair.timed_head)
+    plain_clock = _clock(pair.timed_baseline)
     if clock is None or plain_clock is None:
         return None
     texts_G = sum_by_group(np.hstack([_texts(pair.head), _texts(pair.baseline)]), [one.group for one in pair.head])
     clock_G = sum_by_group(np.hstack([clock, plain_clock]), [one.group for one in pair.timed_head])
-    texts, clock = texts_G.sum(axis=0), clock_G.sum(axis=0)
+    texts = texts_G.sum(axis=0)
+    clock = clock_G.sum(axis=0)
     value = float(_log_ratio(texts, clock))
     if not math.isfinite(value):
         return None

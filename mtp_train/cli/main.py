@@ -352,19 +352,23 @@ def _count(text: str) -> int:
 
 
 def _probe(args: argparse.Namespace) -> Any:
-    training, server = [args.base, args.out, *args.data, *args.overrides], [args.served_model, args.api_key_env]
+    training = [args.base, args.out, *args.data, *args.overrides]
+    server = [args.served_model, args.api_key_env]
     if args.drafts:
-        name, wrong = "probe_drafts", [*training, args.endpoint, *server]
+        name = "probe_drafts"
+        wrong = [*training, args.endpoint, *server]
     elif args.endpoint:
         name, wrong = "probe_endpoint", training
     else:
-        name, wrong = "probe", [args.head, *server, args.base is None]
+        name = "probe"
+        wrong = [args.head, *server, args.base is None]
     if any(wrong):
         raise mtp.DataError(
             "probe: its options are of three probes; expected --from BASE with --data, --out and --set, or --drafts "
             "FILE with --head, or --endpoint URL with --head, --served-model and --api-key-env. Leave the others out."
         )
-    args.command, args.checkpoint = name, args.fine_tune
+    args.command = name
+    args.checkpoint = args.fine_tune
     return call(args)
 
 
@@ -583,7 +587,8 @@ def _generate(args: argparse.Namespace) -> Printed:
 
 def _converse(args: argparse.Namespace, given: dict[str, Any]) -> Printed:
     """Answer the lines of stdin, each after the last one's answer, and print how each was decoded."""
-    args.command, answers = "converse", list[Any]()
+    args.command = "converse"
+    answers = list[Any]()
     for done in call(args, turns=_turns(given["progress"]), **given):
         if not args.json:
             print(flush=True)

@@ -151,7 +151,8 @@ def measure_trunk(
     timed: LaneRecords = {}
     for some in arms.by_plain([*lanes, *shallow]).values():
         timed |= _timed(arms, prompts, some, decoded, progress, processes)
-    depth, plain = max(one.depth for one in settings), of_arm(decoded, arms.plain_arm)
+    depth = max(one.depth for one in settings)
+    plain = of_arm(decoded, arms.plain_arm)
     dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
         decoded[name, setting] = replayed(
@@ -190,7 +191,8 @@ def _timed(
     few = speed_prompts(prompts[context], arms.seed)
     watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
     task = progress.add_task(f"timing {arms.name}", total=0)
-    begun, measures = time.perf_counter(), 0
+    begun = time.perf_counter()
+    measures = 0
     while True:
         measures += 1
         progress.update(task, total=measures * SPEED_PASSES * len(watch.prompts) * len(lanes))
@@ -286,7 +288,8 @@ def _decode(
 ) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
-    rows, limit = arms.rows(prompts), arms.max_new_tokens
+    rows = arms.rows(prompts)
+    limit = arms.max_new_tokens
     decoder = arms.decoder(*lane, rows, records=True)
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
@@ -344,7 +347,8 @@ class Stopwatch:
         is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
         limit = self.arms.max_new_tokens
         request = lane[1].request(prompt, limit if is_lookup else min(SPEED_TOKENS, limit), self.arms.seed)
-        times, results = [time.perf_counter()], []
+        times = [time.perf_counter()]
+        results = []
         for chunk in self._decoders[lane].stream([request]):
             times.append(time.perf_counter())
             results.append(chunk.result)

@@ -80,7 +80,8 @@ def dense_rows(
     if max_tokens is not None:
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= max_tokens).sum()))
-        decoded, texts = decoded[:num_texts], texts[:num_texts]
+        decoded = decoded[:num_texts]
+        texts = texts[:num_texts]
     parts = []
     with many_rows(trunk, drafting.head) as head:
         for text in texts:
@@ -114,11 +115,14 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
     Args:
         rows: Metrics of the plain texts at temperature 0, of this depth at least.
     """
-    texts, found = {one.prompt_id: one for one in plain}, []
+    texts = {one.prompt_id: one for one in plain}
+    found = []
     for number, prompt in enumerate(rows.prompts):
-        text, of_text_N = texts[prompt.id], rows.prompt_N == number
+        text = texts[prompt.id]
+        of_text_N = rows.prompt_N == number
         agreed_KT = (rows.agreed_KN & rows.valid_KN)[:depth, of_text_N]
-        last, accepted = 0, list[int]()
+        last = 0
+        accepted = list[int]()
         # No depth predicts the first new token of a prompt of one token, which has no start.
         while text.prompt_tokens > 1 and last + depth < agreed_KT.shape[1]:
             accepted.append(int(agreed_KT[np.arange(depth), last + 1 + np.arange(depth)].cumprod().sum()))

@@ -135,11 +135,13 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
 
         tokenizer = gguf_tokenizer(Path(server.checkpoint))
-        eos_ids, vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
+        eos_ids = frozenset({tokenizer.eos_token_id})
+        vocab_size = len(tokenizer)
     else:
         checkpoint = open_location(server.checkpoint)
         tokenizer = load_tokenizer(checkpoint)
-        eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
+        eos_ids = eos_token_ids(checkpoint, tokenizer)
+        vocab_size = text_config_of(checkpoint).vocab_size
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
     if server.evaluation is not None:
         return read_served(server, server.evaluation, grid, prompts)
@@ -161,15 +163,18 @@ def read_served(server: Server, place: Path, grid: EvaluationGrid, prompts: Sequ
     Raises:
         DataError: They were made with other prompts or settings, or the directory has no records of single prompts.
     """
-    report, study = load_report(place / REPORT_FILE), read_json(place / STUDY_FILE)
-    document, store = dict(report.endpoint or {}), Store(place, study)
+    report = load_report(place / REPORT_FILE)
+    study = read_json(place / STUDY_FILE)
+    document = dict(report.endpoint or {})
+    store = Store(place, study)
     cells = [replace(one, arm=server.name, trunk=server.checkpoint) for one in report.cells if one.arm == SERVED]
     decoded = {
         one.setting: [*store.read(SERVED, one.setting, ServedRecord).values()] for one in cells if one.task == ALL_TASKS
     }
     here = {**json.loads(json.dumps(asdict(grid))), "concurrency": server.concurrency}
     odd = [name for name, value in here.items() if {**study["grid"], **document}.get(name) != value]
-    asked, records = {one.id: one.prompt_ids for one in prompts}, [one for some in decoded.values() for one in some]
+    asked = {one.id: one.prompt_ids for one in prompts}
+    records = [one for some in decoded.values() for one in some]
     if not records or any(asked.get(one.prompt_id) != one.prompt_ids for one in records):
         odd.append("prompts")
     if odd:
@@ -258,7 +263,8 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
     """Return a cell with the server's throughput, and without the figures that it does not report."""
     counted = None
     if cell.task == ALL_TASKS:
-        cell, counted = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds), asked.counted
+        cell = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds)
+        counted = asked.counted
     if drafts is None:
         if counted is None or not counted.rounds:
             return replace(cell, head=url, tau=None, rounds=None)
@@ -289,7 +295,8 @@ def _ask_all(
     setting = replace(greedy(0), temperature=temperature)
     requests = [setting.request(prompt, grid.max_new_tokens, grid.seed) for prompt in prompts]
     found: dict[int, ServedRecord | Refusal] = {}
-    first, started = endpoint.counters(), time.perf_counter()
+    first = endpoint.counters()
+    started = time.perf_counter()
     counters = first
     for number, answer in endpoint.answers(requests, endpoint.ask):
         gained = None
@@ -391,7 +398,8 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
     Raises:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
-    found, warnings = [], list(served.document["warnings"])
+    found = []
+    warnings = list(served.document["warnings"])
     for setting, records in served.arm.decoded.items():
         temperature = setting.temperature
         answers = [

@@ -260,7 +260,8 @@ def assemble(
             of all tasks together. None for a run.
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
-    served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
+    served = found.served.values()
+    documents = {name: one.document for name, one in found.served.items()}
     loads = [
         [one for one in served if one.document["concurrency"] == load]
         for load in dict.fromkeys(one["concurrency"] for one in documents.values())
@@ -320,7 +321,8 @@ def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
             for one in records
         }
 
-    texts, others = greedy_texts(first), greedy_texts(second)
+    texts = greedy_texts(first)
+    others = greedy_texts(second)
     both = texts.keys() & others.keys()
     return len(texts.items() & others.items()) / len(both) if both else 1.0
 
@@ -434,7 +436,8 @@ def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArr
 
 def _standardised(sums_X4B: FloatArray) -> FloatArray:
     """Return the weighted mean of the bins' differences for each X; NaN if no bin has positions of both arms."""
-    counts_X2B, overlaps_X2B = sums_X4B[:, ::2], sums_X4B[:, 1::2]
+    counts_X2B = sums_X4B[:, ::2]
+    overlaps_X2B = sums_X4B[:, 1::2]
     with np.errstate(divide="ignore", invalid="ignore"):
         share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
         weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))

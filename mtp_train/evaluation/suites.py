@@ -328,7 +328,8 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
 
 
 def _builtin_records() -> list[Record]:
-    records, numbers = [], Counter[str]()
+    records = []
+    numbers = Counter[str]()
     for record in read_records(BUILTIN, str(BUILTIN_FILE), Layout(), BUILTIN):
         numbers[record.task] += 1
         # Numbered within the task, so that new prompts of one task do not change the choice in other tasks.

@@ -105,7 +105,8 @@ class UnrollMask(NamedTuple):
 
     def keys_of(self, start: int, end: int) -> tuple[int, int]:
         """Return the first depth-1 row to which a query from ``start`` up to ``end`` attends, and the last one + 1."""
-        numbers_BT, starts_BQ = self.document_BT, self._starts(start, end)
+        numbers_BT = self.document_BT
+        starts_BQ = self._starts(start, end)
         first = int((numbers_BT == numbers_BT.gather(1, starts_BQ[:, :1])).any(0).int().argmax())
         if self.sliding_window is not None:
             least = int(starts_BQ.min())
@@ -123,8 +124,10 @@ class UnrollMask(NamedTuple):
             bool, shape (B, Q, S), True where a query attends to a key. The keys are the depth-1 rows, and for each
             later depth the rows of the queries.
         """
-        device, starts_BQ = self.document_BT.device, self._starts(start, end)
-        rows_S, number_BQ = torch.arange(first, last, device=device), self.document_BT.gather(1, starts_BQ)
+        device = self.document_BT.device
+        starts_BQ = self._starts(start, end)
+        rows_S = torch.arange(first, last, device=device)
+        number_BQ = self.document_BT.gather(1, starts_BQ)
         prefix_BQS = (number_BQ[:, :, None] == self.document_BT[:, None, first:last]) & (rows_S <= starts_BQ[..., None])
         own_QQ = torch.eye(end - start, dtype=torch.bool, device=device)
         own = [own_QQ] * (self.depth - 1)

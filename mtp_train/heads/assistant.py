@@ -162,7 +162,8 @@ class AssistantHead(Head):
 
     def project(self, depth: int, state: Tensor, shared: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return logits (..., V). With centroids, tokens outside the best ones get minus infinity."""
-        weight_VA, centroids = self.output_VA, self.model.masked_embedding
+        weight_VA = self.output_VA
+        centroids = self.model.masked_embedding
         if centroids is None:
             return state @ weight_VA.T
         chosen = centroids.centroids(state).topk(centroids.centroid_intermediate_top_k).indices

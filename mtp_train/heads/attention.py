@@ -109,7 +109,8 @@ def _attend_by_mask(
     if attention_mask is None:
         if all(one is None for one in (s_aux, softcap, indices, block_indices)):
             return sdpa_attention_forward(module, query, key, value, None, position_bias=position_bias, **options)
-        num_queries, num_keys = query.shape[2], key.shape[2]
+        num_queries = query.shape[2]
+        num_keys = key.shape[2]
         whole_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=key.device)
         attention_mask = whole_TS.tril(num_keys - num_queries)[None, None]
     if indices is not None:

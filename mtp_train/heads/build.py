@@ -57,7 +57,8 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
         CheckpointError: The base has no complete head, or its trunk has another shape.
     """
     finetune.family.require_layer()
-    layout, base_layout = layout_of(finetune), layout_of(base)
+    layout = layout_of(finetune)
+    base_layout = layout_of(base)
     finetune.family.convention(convention)
     native.require_same_trunk_shape(finetune, layout, base, base_layout)
     foreign = diagnose_head(finetune).foreign
@@ -84,7 +85,8 @@ def graft_artifact_plan(finetune: Checkpoint, artifact: Artifact, directory: Pat
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
     """
-    theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind.name)
+    theirs = artifact.family
+    family = of_kind(finetune.family, artifact.family.kind.name)
     if artifact.draft_config is not None:
         family = described_by(family, artifact.draft_config)
     layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)

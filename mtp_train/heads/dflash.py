@@ -38,7 +38,8 @@ class DFlashModule(Block):
 
     def __init__(self, family: Family, config: PretrainedConfig, num_states: int) -> None:
         super().__init__()
-        classes, width = family.classes, config.hidden_size
+        classes = family.classes
+        width = config.hidden_size
         self.fc = nn.Linear(num_states * width, width, bias=False)
         self.hidden_norm = classes.make_norm(config)
         self.layers = nn.ModuleList(classes.make_layer(config, index) for index in range(config.num_hidden_layers))
@@ -67,7 +68,8 @@ class DFlashHead(Head):
         self.trunk_layers = family.wiring.trunk_layers(text_config)
         self.blocks = nn.ModuleList([DFlashModule(family, self.config, len(self.trunk_layers))])
         self.rotary = family.classes.cls(family.classes.prefix + "RotaryEmbedding")(config=self.config)
-        self.block_size, self.mask_token = int(self.config.block_size), int(self.config.mask_token_id)
+        self.block_size = int(self.config.block_size)
+        self.mask_token = int(self.config.mask_token_id)
         self.first_row = int(not self.config.sample_from_anchor)
         """The row of a block that gives the first draft."""
 
@@ -132,7 +134,8 @@ class DFlashHead(Head):
         Args:
             masks: The :meth:`mask` of every type of layers.
         """
-        rotation, hidden_BTD = self.rotation(embed_BTD, positions_BT), embed_BTD
+        rotation = self.rotation(embed_BTD, positions_BT)
+        hidden_BTD = embed_BTD
         for layer, kind in zip(self.module.layers, self.config.layer_types, strict=True):
             hidden_BTD = layer(
                 hidden_BTD,
@@ -154,7 +157,8 @@ class DFlashHead(Head):
             starts_P: int, the positions of the last committed tokens, of every text.
             embed: The trunk's embedding.
         """
-        dtype, positions_T = self.module.fc.weight.dtype, torch.arange(trunk_BTD.shape[1], device=trunk_BTD.device)
+        dtype = self.module.fc.weight.dtype
+        positions_T = torch.arange(trunk_BTD.shape[1], device=trunk_BTD.device)
         cache = Cache(layers=[DynamicLayer() for _ in self.module.layers])
         self.write_keys(self.read(trunk_BTD.to(dtype)), positions_T.expand(len(trunk_BTD), -1), cache)
         cache.batch_repeat_interleave(len(starts_P))

@@ -205,7 +205,8 @@ def _dtype_errors(
     checkpoint: Checkpoint, mapped: Mapping[str, Mapped | None], head: Mapping[str, Tensor], packed: Set[str]
 ) -> tuple[str, ...]:
     """Return errors for integer tensors and for FP8 tensors without scales in the head; packed tensors are skipped."""
-    tensors, errors = checkpoint.tensors, []
+    tensors = checkpoint.tensors
+    errors = []
     for key, entry in sorted(mapped.items()):
         dtype = tensors[key].dtype
         known = None if entry is None else head.get(entry.ours)

@@ -105,7 +105,8 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found, layers = described_by(of_kind(trunk, self.kind.name), self.config), self.trunk_layers
+        found = described_by(of_kind(trunk, self.kind.name), self.config)
+        layers = self.trunk_layers
         if layers is None:
             return found
         return replace(found, wiring=replace(found.wiring, trunk_layers=lambda text_config: layers))
@@ -250,7 +251,8 @@ def _vocabulary_problem(draft: DraftModel) -> str | None:
     if info.dtype not in _INTEGERS or info.shape != (num_rows,):
         return f"{key} is {info.dtype} {list(info.shape)}; expected one integer for each of {num_rows} rows"
     tokens_R = cast(Tensor, _drafted_tokens(checkpoint))
-    least, most = int(tokens_R.min()), int(tokens_R.max())
+    least = int(tokens_R.min())
+    most = int(tokens_R.max())
     if least < 0 or most >= vocab_size:
         return f"{key} maps rows to tokens {least} to {most}; expected tokens below {vocab_size}"
     tokens = {*tokens_R.tolist()}

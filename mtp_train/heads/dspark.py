@@ -21,7 +21,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        rank, read = config.markov_rank, config.hidden_size + config.markov_rank
+        rank = config.markov_rank
+        read = config.hidden_size + config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, getattr(config, "draft_vocab_size", None) or config.vocab_size, bias=False)
         kind = getattr(config, "markov_head_type", "vanilla")

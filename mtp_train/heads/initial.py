@@ -70,7 +70,8 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
     head = native_head_of(checkpoint, layout, layout)
     if head.trained:
         return frozenset()
-    norms, matrices = list[PendingTensor](), dict[tuple[str, int], PendingTensor]()
+    norms = list[PendingTensor]()
+    matrices = dict[tuple[str, int], PendingTensor]()
     for one in head.tensors:
         mapped = layout.map_key(one.key)
         if mapped is None:
@@ -103,11 +104,13 @@ def is_drawn(block_MN: Tensor) -> bool | None:
         return None
     unit_MN = block_MN / size
     count_M, count_N = unit_MN.shape
-    kurtosis, chance = float(unit_MN.pow(4).mean()) - 3, _CHANCE * (24 / unit_MN.numel()) ** 0.5
+    kurtosis = float(unit_MN.pow(4).mean()) - 3
+    chance = _CHANCE * (24 / unit_MN.numel()) ** 0.5
     if not _UNIFORM_KURTOSIS - chance < kurtosis < chance:
         return False
     gram = unit_MN @ unit_MN.T if count_M < count_N else unit_MN.T @ unit_MN
-    edge, spread = count_M**0.5 + count_N**0.5, (count_M**-0.5 + count_N**-0.5) ** (1 / 3)
+    edge = count_M**0.5 + count_N**0.5
+    spread = (count_M**-0.5 + count_N**-0.5) ** (1 / 3)
     largest = (float(torch.linalg.eigvalsh(gram)[-1]) / edge - edge) / spread
     mean, deviation = _TRACY_WIDOM
     return abs(largest - mean) < _CHANCE * deviation

@@ -83,7 +83,8 @@ def attend_in_blocks(
         plain: The scaling of attention that a kernel computes; None if only ``attend`` does.
     """
     device, (num_rows, _, num_queries, _) = query.device.type, query.shape
-    on_cpu, num_tokens = device == "cpu", mask.document_BT.shape[1]
+    on_cpu = device == "cpu"
+    num_tokens = mask.document_BT.shape[1]
     if num_queries <= BLOCK_QUERIES if on_cpu else num_tokens <= WHOLE_TOKENS:
         return attend(query, key, value, mask.whole()[:, None], sinks)
     if torch.is_autocast_enabled(device):
@@ -165,7 +166,8 @@ def _product_gradients(grad: Tensor, inputs: Sequence[Tensor], seen: Tensor, sca
     query, key, value = inputs
     # The heads that share a key are rows of one product.
     query_JPW, grad_JPW = (one.reshape(key.shape[1], -1, one.shape[-1]) for one in (query, grad))
-    key_JSW, value_JSW = key[0], value[0]
+    key_JSW = key[0]
+    value_JSW = value[0]
     bias_1QS = torch.where(seen[0], 0.0, -torch.inf).to(query.dtype)
     group = query.shape[1] // key.shape[1]
     scores_JPS = torch.baddbmm(bias_1QS.repeat(1, group, 1), query_JPW, key_JSW.transpose(1, 2), alpha=scaling)

@@ -196,7 +196,8 @@ def _run_depth(head: MtpHead, depth: int, document_BT: Tensor, unread: Sequence[
     def run(rows: _Inputs, keys_only: bool) -> StepOutput:
         for layer in cache.layers:
             if isinstance(layer, _UnrolledKeys):
-                layer.keys_only, layer.adds_keys = keys_only, rows.adds_keys
+                layer.keys_only = keys_only
+                layer.adds_keys = rows.adds_keys
         mask = UnrollMask(document_BT, rows.seen_depths, head.sliding_window(depth), rows.starts_BP)
         mask_BTS: Tensor | UnrollMask = mask
         if head.classes.masks_of_distances:

@@ -257,12 +257,14 @@ def _terms(
     loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor, by_start: bool
 ) -> LossTerms:
     """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
-    slope_KN, combine = row_weight_KN, resolved(loss.combine)
+    slope_KN = row_weight_KN
+    combine = resolved(loss.combine)
     if combine is not None and by_start:
         loss_KN, slope_KN = map(to_starts, combine(_to_targets(loss_KN), _to_targets(row_weight_KN)))
     elif combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
     gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
     counted_KN = row_weight_KN != 0
-    sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+    sum_K = (loss_KN * counted_KN).sum(dim=1)
+    count_K = counted_KN.sum(dim=1).float()
     return LossTerms(_KnownGradient.apply(student_KND, (row_weight_KN * loss_KN).sum(), gradient_KND), sum_K, count_K)

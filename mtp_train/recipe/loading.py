@@ -109,7 +109,8 @@ def apply_override(data: dict[Any, Any], override: str) -> None:
 
 def _set(node: Any, parts: list[str], value: object, done: str = "") -> None:
     (part, *rest), at_item = parts, parts[0].isdecimal()
-    at, whole = dotted(done, part), done or "the recipe"
+    at = dotted(done, part)
+    whole = done or "the recipe"
     if not isinstance(node, list if at_item else dict):
         kind = "list" if at_item else "section"
         raise RecipeError(f"{at}: {whole} is {shown(node)}; expected a {kind}. Set {whole} as a whole.")
@@ -164,11 +165,13 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _read(path: Path) -> str:
-    expected, hint = "a recipe in YAML", "Check the path and its permissions."
+    expected = "a recipe in YAML"
+    hint = "Check the path and its permissions."
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
+        found = "no such file"
+        siblings = [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
         if not near:
             expected += f", or the name of one of the package: {', '.join(recipe_names())}"
@@ -189,7 +192,8 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def _worded(error: ErrorDetails) -> Iterator[str]:
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
+    context = error.get("ctx", {})
     path = reduce(dotted, error["loc"], "")
     if kind == CONTRADICTION:
         yield from (dotted(path, problem) for problem in context["problems"])

@@ -73,9 +73,11 @@ class RecipeSection(BaseModel):
     def without_effect(self, cause: str, value: object, *names: str) -> Iterator[str]:
         """Yield a problem for each field that is away from its default, where another field leaves it no effect."""
         for name in names:
-            given, default = getattr(self, name), type(self).model_fields[name].default
+            given = getattr(self, name)
+            default = type(self).model_fields[name].default
             if given != default:
-                found, off = list(given) if isinstance(given, tuple) else given, "null" if default is None else default
+                found = list(given) if isinstance(given, tuple) else given
+                off = "null" if default is None else default
                 yield f"{name}: {found!r} with {cause}: {value}; expected {off}. Leave it out."
 
     def repeats(self, *names: str) -> Iterator[str]:
@@ -363,7 +365,8 @@ class DataSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:
             yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
-        count, length = self.loss_positions, self.seq_len_tokens
+        count = self.loss_positions
+        length = self.seq_len_tokens
         if count is not None and not is_auto(length) and count >= length:
             yield (
                 f"loss_positions: {count} of the {length} tokens of a sequence (data.seq_len_tokens); expected fewer. "

@@ -116,7 +116,8 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         ticks = [str(position + 1) for position in range(max(len(one.points) for one in series))]
         drawn = _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
         figures.append(FigureFile("marginal_acceptance", caption, drawn))
-    depths, contexts = report.along("depth"), report.along("context_tokens")
+    depths = report.along("depth")
+    contexts = report.along("context_tokens")
     by_depth = [str(one.depth) for one in depths]
     by_context = [context_words(one.context_tokens) for one in contexts]
     lines = (
@@ -137,7 +138,8 @@ LABELS = {"tau": "tokens per round (tau)", "speedup": "times the speed without d
 
 def _points(arm: ArmResult, figure: str) -> list[Point]:
     """Return a figure of an arm by its name, with its intervals: a share for each position, else a single value."""
-    values, intervals = getattr(arm, figure), getattr(arm, f"{figure}_ci95")
+    values = getattr(arm, figure)
+    intervals = getattr(arm, f"{figure}_ci95")
     if values is None:
         return []
     if figure != "marginal":
@@ -275,7 +277,8 @@ def _lines(
     """Draw lines over numbers, or over the labels ``ticks`` at x = 0, 1, ...; ``plain_at``: y of plain decoding."""
     figure, axes = canvas(3.3 + 0.25 * len(series))
     # About a dozen markers per line tell lines apart without hiding them. Points at the same tick stand side by side.
-    every, shift = max(1, max(len(one.points) for one in series) // 12), 0.05 if ticks else 0.0
+    every = max(1, max(len(one.points) for one in series) // 12)
+    shift = 0.05 if ticks else 0.0
     drawn = []
     for index, one in enumerate(series):
         aside = shift * (index - (len(series) - 1) / 2)

@@ -82,7 +82,8 @@ def ranked_arms(report: Report) -> list[Cell]:
 
 def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
     retrained = report.arms.get(RETRAINED)
-    baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
+    baseline = BASELINES.get(gate.baseline, gate.baseline)
+    detail = capitalised(gate.reason)
     if gate.outcome == "undecided":
         unwritten = ": nothing is exported" if report.title is report.endpoint is None else ""
         return Finding("neutral", f"Undecided whether drafts pay{unwritten}", detail)
@@ -197,7 +198,8 @@ def depth_sentence(cells: Iterable[Cell]) -> str:
     known = [cell for cell in cells if cell.pays is not None]
     if not known:
         return ""
-    best, depths = recommended(known), ", ".join(str(cell.depth) for cell in known)
+    best = recommended(known)
+    depths = ", ".join(str(cell.depth) for cell in known)
     if best is None:
         unsure = [
             f"{depth_words(cell.depth)} {format_estimate(cell.speedup, cell.speedup_ci95)}"
@@ -300,7 +302,8 @@ def apart_sentence(groups: Mapping[str, Arms], settings: Mapping[str, Any]) -> s
     vanilla = groups[APART].get(VANILLA)
     if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."
-    source, repeats = settings["vanilla_prompts"], vanilla.repeated_8gram_share
+    source = settings["vanilla_prompts"]
+    repeats = vanilla.repeated_8gram_share
     own_kind = f"continues {source}, text of its own kind"
     text += f". vanilla {own_kind if source else 'answers the same prompts, not text of its own kind'}"
     if repeats is not None:

@@ -69,7 +69,8 @@ def render_page(
     subject = report.title or next((arm.trunk for arm in wording.group_arms(report)[wording.ALIKE].values()), "")
     setting = ""
     if report.headline is not None:
-        words, cells = wording.setting_words(report.headline), f"All {len(report.cells):,} cells are in acceptance.csv."
+        words = wording.setting_words(report.headline)
+        cells = f"All {len(report.cells):,} cells are in acceptance.csv."
         setting = f"Unless a table states another setting: {words}. {cells}"
     sections = [*_sections(report, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
@@ -97,7 +98,8 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
     def figures(*stems: str) -> list[FigureFile]:
         return [figure for figure in drawn if figure.stem in stems]
 
-    axes, gate = axis_tables(report), report.gate
+    axes = axis_tables(report)
+    gate = report.gate
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "

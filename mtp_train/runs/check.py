@@ -208,7 +208,8 @@ class Shapes:
 
 def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[tuple[list[str], int]]]:
     """Yield overrides and processes of a changed recipe, in sorts, in each the smallest change first."""
-    one, recompute = ["train.micro_batch_sequences=1"], ["train.gradient_checkpointing=true"]
+    one = ["train.micro_batch_sequences=1"]
+    recompute = ["train.gradient_checkpointing=true"]
     same = [[], one, recompute, [*one, *recompute]]
     # LoRA changes the result.
     lighter = same if recipe.head.lora or recipe.head.is_new else [*same, [*one, *recompute, "head.lora={}"]]
@@ -423,7 +424,8 @@ def check(
 
 def _launch_command(words: Sequence[str], room: Room) -> str:
     """Return the command that starts the run of a plan: its number of processes, in shards if only these fit."""
-    arguments, count = shlex.join(words), room.plan.world_size
+    arguments = shlex.join(words)
+    count = room.plan.world_size
     if count == 1:
         return f"mtp-train run {arguments}"
     on_cpu = room.device.kind == "cpu"
@@ -513,7 +515,8 @@ def _trunk(recipe: Recipe) -> Checkpoint:
 
 
 def _described(recipe: Recipe, text: RunText) -> str:
-    paths, column = ", ".join(source.path for source in recipe.data.sources), recipe.data.group_field
+    paths = ", ".join(source.path for source in recipe.data.sources)
+    column = recipe.data.group_field
     answers = f"answers of the trunk to {len(text.prompts)} prompts of {paths}" if text.prompts else paths
     groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
     return "; ".join([answers, text.split, f"held out {groups}"])

@@ -461,7 +461,8 @@ def _is_served(place: str) -> bool:
 
 def _is_measured(place: str) -> bool:
     """Return whether the directory of an evaluation is one of a server that is finished; True for an address."""
-    study, report = Path(place) / STUDY_FILE, Path(place) / REPORT_FILE
+    study = Path(place) / STUDY_FILE
+    report = Path(place) / REPORT_FILE
     return "://" in place or (report.is_file() and bool(read_json(study)["server"]))
 
 
@@ -478,7 +479,8 @@ def _measure(
     """Measure arms and servers, write the report and return it. ``subjects`` are the arms as the user named them."""
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
-    progress, tracking = progress or quiet_progress(), Tracking(wandb)
+    progress = progress or quiet_progress()
+    tracking = Tracking(wandb)
     trunks = [one.checkpoint for one in servers] or [one.trunk for one in subjects]
     grid = (grid or EvaluationGrid()).settled(specs, trunks)
     tracking.require("--")

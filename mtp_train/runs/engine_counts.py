@@ -98,7 +98,8 @@ def probe_endpoint(
         >>> mtp.probe_endpoint("my-27b-mtp", "http://localhost:8000/v1").verdict
         'as ours'
     """
-    progress, place = progress or quiet_progress(), str(checkpoint)
+    progress = progress or quiet_progress()
+    place = str(checkpoint)
     model = open_model(place, str(head or OWN))
     server = Server(
         url=endpoint,
@@ -153,7 +154,8 @@ def _compared(
         Replayed(text := one.prompt_ids + one.token_ids, range(one.prompt_tokens, len(text) - 1), depth)
         for one, _ in told
     ]
-    expected, equal = {}, {}
+    expected = {}
+    equal = {}
     for name, margins in probed.margins(texts, progress).items():
         of_answers = [one.T.tolist() for one in margins]
         firsts = [next(iter(replayed([[min(one)] for one in lengths(answer)], depth))) for answer in of_answers]

@@ -120,7 +120,8 @@ def read_drafts(path: Path, vocab_size: int) -> list[DraftedRound]:
         found = str(error.strerror)
     except ValidationError as invalid:
         wrong = invalid.errors()[0]
-        where, found = f"{where}, {'.'.join(map(str, wrong['loc'] or ['JSON']))}", wrong["msg"]
+        where = f"{where}, {'.'.join(map(str, wrong['loc'] or ['JSON']))}"
+        found = wrong["msg"]
     raise DataError(
         f'{where}: {found}; expected a round in every line, {{"token_ids": [1, 2], "drafts": [3]}}. Write the file as '
         "recipes/acceptance.md shows."

@@ -69,7 +69,8 @@ class Probed(NamedTuple):
         A margin is the logit of the text's token less the best logit of another token, as a part of the best one: above
         0 for a first choice. Of tokens beyond the text it means nothing.
         """
-        trunk, found = self.trunk, {}
+        trunk = self.trunk
+        found = {}
         with many_rows(trunk, self.drafting.head) as head:
             near = {layer + step for layer in head.trunk_layers for step in (-1, 0, 1)}
             trunk.show_layers(tuple(sorted(near & {*range(len(trunk.layers)), *head.trunk_layers})))
@@ -113,9 +114,11 @@ def _margins(trunk: Trunk, head: Any, logits: Logits, text: Replayed, hidden_1TD
     tokens_T = torch.tensor(text.token_ids, device=hidden_1TD.device)
     read_1TD = trunk.head_input(_of_layers(trunk, head.trunk_layers, hidden_1TD), head.convention)
     own_logits = _block_logits if isinstance(head, DFlashHead) else _chained_logits
-    found, ahead_T = [], pad(tokens_T, (0, text.depth))
+    found = []
+    ahead_T = pad(tokens_T, (0, text.depth))
     for depth, found_NV in enumerate(own_logits(trunk, head, logits, read_1TD, ahead_T, starts_N), start=1):
-        logits_NV, own_N1 = found_NV.float(), ahead_T[starts_N + depth][:, None]
+        logits_NV = found_NV.float()
+        own_N1 = ahead_T[starts_N + depth][:, None]
         rival_N = logits_NV.scatter(1, own_N1, -torch.inf).amax(dim=-1)
         found.append((logits_NV.gather(1, own_N1)[:, 0] - rival_N) / logits_NV.amax(dim=-1).abs())
     return torch.stack(found)

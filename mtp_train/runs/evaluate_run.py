@@ -57,7 +57,8 @@ def evaluate_run(run: Run) -> Report:
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
     # The recorded arms are heads of the trunk's own kind.
     others = {} if recipe.kind.has_file else recorded_arms(recipe.model.trunk)
-    depths, no_gain = report.by_depth(RETRAINED), without_gain(run.directory.path)
+    depths = report.by_depth(RETRAINED)
+    no_gain = without_gain(run.directory.path)
     return replace(
         report,
         arms={**report.arms, **others},
@@ -74,9 +75,11 @@ def unjudged(recipe: Recipe, inputs: Inputs) -> Report:
 
 def served_commands(recipe: Recipe, run_dir: Path) -> str:
     """Return how to compare an unjudged head with its baseline on servers, in lines of commands."""
-    trunk, donor = recipe.model.trunk, recipe.model.head_from
+    trunk = recipe.model.trunk
+    donor = recipe.model.head_from
     export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
-    served, before = trunk if recipe.kind.has_file else export, trunk
+    served = trunk if recipe.kind.has_file else export
+    before = trunk
     lines = [
         "Serve each of the two with its drafts, one after the other, and measure it:",
         evaluate_command(served, f"{run_dir}-served"),
@@ -132,7 +135,8 @@ def measure(
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
     recipe, inputs = run.recipe, run.inputs
-    name, trained = recipe.model.trunk, str(run.directory.path / HEAD)
+    name = recipe.model.trunk
+    trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
     arms = TrunkArms(
         trunk=trunk,
@@ -194,7 +198,8 @@ def judge(
         reason = f"Refused: {faults[0]}. Acceptance measured this way means nothing; please report it"
         return GateVerdict(outcome="refused", baseline=baseline, delta_tau_ci95=None, reason=reason)
     by_name = {arm.name: arm for arm in arms}
-    head, other = by_name[RETRAINED], by_name[baseline]
+    head = by_name[RETRAINED]
+    other = by_name[baseline]
     pairs = {one.name: head.against(other, one) for one in settings}
     verdict = decide_gate(pairs, baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau)
     return advised(recipe, verdict, depths, no_gain)
@@ -258,7 +263,8 @@ def sample_texts(
 
 def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> JsonObject:
     """Return how everything was measured, sampling parameters as of the first setting, which the report's arms have."""
-    first, ignored = settings[0], left_out(inputs.finetune)
+    first = settings[0]
+    ignored = left_out(inputs.finetune)
     return {
         **training_settings(recipe),
         "temperature": first.temperature,

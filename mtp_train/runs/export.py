@@ -121,25 +121,29 @@ def _gguf_command(export: Path, kind: HeadKind) -> str | None:
 
 
 def write_card(run_dir: Path, out: Path) -> None:
-    recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
+    recipe = load_recipe(run_dir / RECIPE_FILE)
+    provenance = read_json(run_dir / PROVENANCE_FILE)
     report = load_report(run_dir / REPORT_FILE)
     trunk = provenance["trunk"]
     base = provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"
     if not recipe.kind.has_file:
-        engines, title = open_checkpoint(out).engines, f"{_name(trunk)}, with its MTP head"
+        engines = open_checkpoint(out).engines
+        title = f"{_name(trunk)}, with its MTP head"
         start = f"the head of `{_name(base)}`" if recipe.head.init == "graft" else f"`head.init: {recipe.head.init}`"
         origin = f"The weights of `{_name(trunk)}`{_state(recipe.model.adapter)}, and a multi-token-prediction head "
         origin += f"that was retrained for them with {tool}, started from {start}."
     else:
-        engines, base = load_artifact(run_dir / "head").family.serving, None
+        engines = load_artifact(run_dir / "head").family.serving
+        base = None
         title = f"{recipe.kind.title} draft model for {_name(trunk)}"
         origin = f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it."
     # The depth that the report recommends, which the commands must not contradict.
     depth = wording.serving_depth(report) or recipe.head.num_depths
     measured = [UNJUDGED_SENTENCE]
     if report.gate is not None:
-        reason, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
+        reason = wording.capitalised(report.gate.reason)
+        lossless = wording.lossless_sentence(report.lossless)
         told = f"{reason}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip()
         measured = [f"## Acceptance: {report.gate.outcome}", told]
     parts = [f"{origin} {_PURPOSE}", *measured, *_serving(engines, depth)]
@@ -155,7 +159,8 @@ def write_untrained_card(
     parts = list[str]()
     origin = f"Written by mtp-train {__version__}: the weights of `{_name(trunk)}`{_state(adapter)}"
     if head_from is not None:
-        title, tags = f"{_name(trunk)}, with an MTP head", ["mtp", _TAG]
+        title = f"{_name(trunk)}, with an MTP head"
+        tags = ["mtp", _TAG]
         origin += f", and the multi-token-prediction head of `{_name(head_from)}` as it is"
         parts = [f"{_PURPOSE} {_UNTRAINED}", *_serving(open_checkpoint(out).engines, num_depths)]
     _write(out, title, tags, [trunk, head_from], [f"{origin}.", *parts])
@@ -184,5 +189,6 @@ def _state(adapter: str | None) -> str:
 
 def _name(identity: Identity) -> str:
     """Return the id on the hub, or the last part of a path of this machine: the card may be published."""
-    name, revision = identity["name"], identity["revision"]
+    name = identity["name"]
+    revision = identity["revision"]
     return f"{name}@{revision[:7]}" if revision else Path(name).resolve().name

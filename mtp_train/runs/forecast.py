@@ -77,9 +77,11 @@ class Forecast:
 
     def update(self, done: float, left: float) -> None:
         """Take the units that the stage has done, and those left. The time before the first call is not in its rate."""
-        now, self._left = self._clock(), left
+        now = self._clock()
+        self._left = left
         self._first = self._first or (now, done)
-        seconds, units = now - self._first[0], done - self._first[1]
+        seconds = now - self._first[0]
+        units = done - self._first[1]
         if self.number >= 0 and units and seconds >= SETTLED_SECONDS:
             self.rates[self.stages[self.number].rate] = seconds / units
             self._tell()
@@ -87,14 +89,16 @@ class Forecast:
     def wrote(self, tokens: int, texts: int, left: int, processes: int) -> None:
         """Take the tokens of all texts that a process has written in this stage, and the number of texts left to it."""
         if self.number >= 0:
-            stage, mean = self.stages[self.number], tokens / texts
+            stage = self.stages[self.number]
+            mean = tokens / texts
             self.text_tokens = mean if mean < LONG * stage.most_tokens else math.inf
             unit = processes * stage.per_token / stage.texts
             self.update(unit * tokens, unit * mean * left)
 
     def _tell(self) -> None:
         """Print the time of all stages, besides those of an unknown rate, unless it is near the time printed last."""
-        seconds, unknown = self._clock() - self._begun, dict[str, None]()
+        seconds = self._clock() - self._begun
+        unknown = dict[str, None]()
         for number, stage in enumerate(self.stages[self.number :]):
             work = stage.work + stage.per_token * min(stage.most_tokens, self.text_tokens)
             if stage.rate in self.rates:
@@ -129,11 +133,13 @@ def training_units(recipe: Recipe) -> float:
 
 def stages_of(recipe: Recipe, trunk: Checkpoint, device: str) -> list[Stage]:
     """Return the stages of a recipe's run that take long, with their work; none of a study."""
-    answered, asked = recipe.data.regenerate, recipe.evaluate
+    answered = recipe.data.regenerate
+    asked = recipe.evaluate
     found = [Stage("training", "training", training_units(recipe))]
     if answered is not None:
         rows = answered.batch_size or MAX_BATCH
-        texts, unit = answered.max_prompts or 1, round_units(rows, device) / rows
+        texts = answered.max_prompts or 1
+        unit = round_units(rows, device) / rows
         by_decoder = Stage("answering", "decoding", 0.0, texts * unit, answered.max_new_tokens, texts)
         found.insert(0, Stage("answering", "serving", texts) if answered.endpoint else by_decoder)
     if recipe.gate.enabled:

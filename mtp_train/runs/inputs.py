@@ -345,7 +345,8 @@ def open_donor(recipe: Recipe) -> Checkpoint | LoneHead | None:
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
-    head, found = recipe.head, MTP if isinstance(source, Checkpoint) else source.kind
+    head = recipe.head
+    found = MTP if isinstance(source, Checkpoint) else source.kind
     if found != recipe.kind:
         raise RecipeError(
             f"head.kind: {head.kind}, and {source.path} has a head of kind {found.name}; expected the same kind. Write "
@@ -393,7 +394,8 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     if ids_R is not None:
         # Ascending, as vocabularies are here.
         ids_R, order_R = ids_R.sort()
-        own_RD, rows_RD = own_RD[order_R], rows_RD[ids_R]
+        own_RD = own_RD[order_R]
+        rows_RD = rows_RD[ids_R]
     distance = torch.linalg.norm(own_RD.float() - rows_RD.float()) / torch.linalg.norm(own_RD.float())
     if distance <= SAME_ROWS:
         return replace(plan, output=None, draft_vocab=None if ids_R is None else ids_R.int())
@@ -402,7 +404,8 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
 
 def require_source_model(recipe: Recipe) -> None:
     """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone."""
-    location, arms = recipe.model.head_from, recipe.evaluate.arms
+    location = recipe.model.head_from
+    arms = recipe.evaluate.arms
     if location is None or VANILLA not in arms or not is_lone(location):
         return
     kept = ", ".join(arm for arm in arms if arm != VANILLA)

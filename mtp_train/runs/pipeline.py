@@ -148,7 +148,8 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     exported = _export(run) if run.recipe.export.enabled else ""
     if report.gate is not None:
         return _judged(report.gate, f".{exported}")
-    commands, stayed = served_commands(run.recipe, run.directory.path), without_gain(run.directory.path)
+    commands = served_commands(run.recipe, run.directory.path)
+    stayed = without_gain(run.directory.path)
     no_gain = "" if stayed is None else f" {capitalised(stayed)}. This is the head as it was."
     return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{no_gain}{exported}\n{commands}", DONE)
 
@@ -175,7 +176,8 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
         DataError: The run was judged before, or the comparison is not of its baseline and its export on new prompts.
         ChangedInputError: The export's evaluation was of other files.
     """
-    directory, export = RunDirectory(run_dir), run_dir / EXPORT
+    directory = RunDirectory(run_dir)
+    export = run_dir / EXPORT
     recipe, gate = directory.recipe, compared.gate
     if recipe is None or gate is None or evaluation is None or not export.is_dir():
         raise DataError(
@@ -248,7 +250,8 @@ def _load_first(run: Run, *, is_trained: bool) -> None:
 
     A run whose training had begun has its text. With a hidden-state cache it may need no trunk until it decodes.
     """
-    recipe, goes_on = run.recipe, _has_begun(run)
+    recipe = run.recipe
+    goes_on = _has_begun(run)
     if is_trained or (recipe.data.regenerate is not None and recipe.decodes and not goes_on):
         decoding_trunk(run)
     elif recipe.train.hidden_cache is recipe.train.states is None or (recipe.gate.enabled and not goes_on):
@@ -365,7 +368,8 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         40
     """
     checked = recipe_of(recipe, overrides)
-    settings, directory = checked.data.regenerate, RunDirectory(Path(checked.run_dir))
+    settings = checked.data.regenerate
+    directory = RunDirectory(Path(checked.run_dir))
     if settings is None:
         raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
     progress = progress or quiet_progress()

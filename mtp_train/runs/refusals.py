@@ -149,7 +149,8 @@ def _of_the_head(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
             f"objective.unroll: 'fastmtp' with a head of {model.num_modules} chained modules, whose depths attend "
             "to their own rows anyway; expected exact. Write objective.unroll: exact."
         )
-    asked, vocab_size = recipe.head.draft_vocab, model.text_config.vocab_size
+    asked = recipe.head.draft_vocab
+    vocab_size = model.text_config.vocab_size
     if asked is not None and asked >= vocab_size:
         yield RecipeError(
             f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."
@@ -200,7 +201,8 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
 
 def require_groups(recipe: Recipe, groups: Sequence[str]) -> None:
     """Check that records, by their groups, can be split into enough groups to train on and to measure."""
-    found, needed = len(set(groups)), _measured_groups(recipe) + 1
+    found = len(set(groups))
+    needed = _measured_groups(recipe) + 1
     if found < needed:
         raise DataError(
             f"data: {len(groups)} records of {found} group(s); expected at least {needed} groups, to train on and to "
@@ -220,7 +222,8 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt], groups: Coll
     Args:
         groups: Of all records.
     """
-    needed, found = _measured_groups(recipe), len({prompt.group for prompt in held_out})
+    needed = _measured_groups(recipe)
+    found = len({prompt.group for prompt in held_out})
     if found < needed:
         more = "" if recipe.evaluate.prompts >= needed else f" evaluate.prompts={needed}"
         share = max(recipe.data.holdout, holdout_of(groups, needed, recipe.seed))

@@ -133,7 +133,8 @@ def _answered_by_server(
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
     """Return the directory of the responses, and every setting that a response depends on, as plain JSON values."""
-    recipe, contents = run.recipe, run.inputs.contents
+    recipe = run.recipe
+    contents = run.inputs.contents
     deciding: dict[str, object] = {
         "trunk": dict(contents[TRUNK]),
         "adapter": dict(contents[ADAPTER]) if run.inputs.adapter else None,

@@ -214,7 +214,8 @@ def _probed(
     later: Sequence[Stage] = (),
 ) -> tuple[ProbeResult, Forecast]:
     """Make a probe, and return its result and the forecast with the stages after it."""
-    settings, changes = settings_of("graft", tuned, donor, str(place / TRAINING), paths), override_texts(overrides)
+    settings = settings_of("graft", tuned, donor, str(place / TRAINING), paths)
+    changes = override_texts(overrides)
     answers = load_recipe(settings, changes).data.regenerate is not None
     short = {field: value for field, value in SHORT.items() if answers or not field.startswith("data.regenerate.")}
     recipe, choices = resolved_recipe(settings, [*changes, *override_texts(short)])
@@ -260,7 +261,8 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
         )
     if found.trained_steps is None:
         return "graft", "Drafters of its kind are not trained here"
-    tau, level = found.graft.tau, None if own is None else own.overlap
+    tau = found.graft.tau
+    level = None if own is None else own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     changed = f"{found.trained_steps} steps changed tau by {_interval(gain)}"
     helps_much = gain is not None and gain[0] > MARGIN * tau
@@ -284,7 +286,8 @@ def is_at_fault(own: HeadLevel | None) -> bool:
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console, accelerator: RunAccelerator) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
-    model, source = recipe.model, open_head_source(donor)
+    model = recipe.model
+    source = open_head_source(donor)
     tokenizer = recipe_tokenizer(recipe, open_trunk(recipe))
     held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
     head, own = donor, OWN
@@ -427,7 +430,8 @@ def rescue(
     require_trainable(open_trunk(recipe).family)
     if is_gguf(tuned) and recipe.model.adapter:
         raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
-    console, forecast = console or Console(quiet=True), None
+    console = console or Console(quiet=True)
+    forecast = None
     if accelerator.made_by_main(partial(_begins_with_probe, recipe, choices)):
         later = stages_of(recipe, open_trunk(recipe), local_device().type)
         found, forecast = _probed(tuned, donor, out / PROBE, paths, overrides, console, accelerator, later)
@@ -464,7 +468,8 @@ def _judged(recipe: Recipe, console: Console) -> RescueResult:
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
     """Export the head as it was if nothing better was exported, and return what serves the export."""
-    run_dir, trunk = Path(recipe.run_dir), recipe.model.trunk
+    run_dir = Path(recipe.run_dir)
+    trunk = recipe.model.trunk
     out = run_dir / EXPORT
     with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
         if head == GRAFT and not out.exists():
@@ -479,7 +484,8 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
     serves = serves_of(out, family, recipe.head.num_depths, report if head == RETRAINED else None, gguf=server)
     if gguf is not None:
         # The export is the trunk's dequantised copy.
-        out, serves = gguf, {"llama.cpp": serves["llama.cpp"]}
+        out = gguf
+        serves = {"llama.cpp": serves["llama.cpp"]}
     if report is not None and (gguf is not None or head == GRAFT):
         # The page of the run was written before this file, or the graft.
         write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
@@ -515,7 +521,8 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
             f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
             "better. Leave the override out."
         )
-    finetune, source = open_trunk(recipe), open_head_source(model.head_from)
+    finetune = open_trunk(recipe)
+    source = open_head_source(model.head_from)
     plan = source_plan(recipe, finetune, source)
     write_export(
         finetune,

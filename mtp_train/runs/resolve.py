@@ -193,7 +193,8 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
-    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
+    model = model_facts(recipe, world_size, device)
+    text = text_facts(recipe)
     chosen = _Chosen(recipe, fields)
     _choose_for_text(chosen, model, text)
     _choose_for_training(chosen, model, *_expected_text(chosen.recipe, text))
@@ -207,7 +208,8 @@ def resolve_training(
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens
-    chosen, model = _Chosen(recipe, fields), model_facts(recipe, world_size, device_named(None))
+    chosen = _Chosen(recipe, fields)
+    model = model_facts(recipe, world_size, device_named(None))
     _choose_for_training(chosen, model, tokens, f"{tokens} tokens of training text")
     return chosen.choices
 
@@ -274,7 +276,8 @@ def _power_of_two(least: float) -> int:
 
 def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> None:
     """Choose what the data's lengths and the model decide before the trunk answers."""
-    num_records, num_groups = text.num_records, len(text.groups)
+    num_records = text.num_records
+    num_groups = len(text.groups)
     wanted = max(EVALUATION_PROMPTS / num_records, EVALUATION_GROUPS / num_groups)
     # Each group is held out by chance: twice the fewest that the gate needs, of very little data up to a half.
     fewest = min_gate_groups(chosen.recipe.gate.confidence)
@@ -321,9 +324,11 @@ def _rows(recipe: Recipe, model: ModelFacts) -> tuple[int | None, str]:
 
 def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
     """Return the automatic learning rate; ``overlap``: of p and q at depth 1 before the first step, once measured."""
-    rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
+    rate = LEARNING_RATE * WIDTH / hidden_size
+    reason = f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:
-        rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
+        rate = LORA_FACTOR * rate
+        reason = f"{reason} x {LORA_FACTOR} for LoRA"
     if overlap is not None and overlap >= GOOD_OVERLAP:
         rate = GOOD_FACTOR * rate
         reason = f"{reason} x {GOOD_FACTOR:g}: the head starts with overlap {overlap:.2f}"
@@ -349,7 +354,8 @@ FROM_TEXT = ("train.tokens_per_step", "train.max_steps", "train.micro_batch_sequ
 
 def _choose_for_training(chosen: _Chosen, model: ModelFacts, tokens: int, told: str) -> None:
     """Choose the length of training for a text of so many tokens; ``told``: how their number is known."""
-    seq_len, unit = chosen.recipe.data.seq_len_tokens, model.world_size
+    seq_len = chosen.recipe.data.seq_len_tokens
+    unit = model.world_size
     if "train.micro_batch_sequences" not in chosen.fields:
         unit *= chosen.recipe.train.micro_batch_sequences
     nearest = 1 << max(0, round(math.log2(max(1.0, tokens / STEPS_PER_EPOCH / seq_len))))

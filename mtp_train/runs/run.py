@@ -137,7 +137,8 @@ class Run:
 
     def claim(self) -> None:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
-        inputs, accelerator = self.inputs, self.accelerator
+        inputs = self.inputs
+        accelerator = self.accelerator
         if accelerator.num_processes > 1:
             models = [one for one in (inputs.finetune, inputs.donor) if one is not None]
             configs = [checkpoint_identity("", one)["sha256"] for one in models]

@@ -420,7 +420,8 @@ def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[st
 
 def _data_files(label: str, path: str) -> InputFiles | None:
     """Return the files of a data source; None for a dataset of the hub."""
-    location, files = Path(resolve(path)).expanduser(), local_files(resolve(path), label)
+    location = Path(resolve(path)).expanduser()
+    files = local_files(resolve(path), label)
     if files is None:
         return None
     if not location.exists():

@@ -73,7 +73,8 @@ class StatesSource:
 
     def states(self, documents: Sequence[Document], dtype: torch.dtype, kept: Collection[int] = ()) -> FetchedStates:
         """Return the states of documents in a dtype; some are read more than once."""
-        endpoint, width = self.server.endpoint, self.server.width * (1 + len(self.layers))
+        endpoint = self.server.endpoint
+        width = self.server.width * (1 + len(self.layers))
         stop, end = endpoint.stop_trying, endpoint.close
         return FetchedStates(self.ends, documents, self.fetch, stop, end, width=width, dtype=dtype, kept=kept)
 

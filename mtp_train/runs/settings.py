@@ -44,7 +44,8 @@ def tracking_of(recipe: Recipe) -> Tracking:
 
 def measured_tokens(recipe: Recipe) -> tuple[int, int]:
     """Return how often ``train.select`` measures the head, and the most tokens of a measurement."""
-    spec, steps = recipe.train.select, recipe.train.max_steps
+    spec = recipe.train.select
+    steps = recipe.train.max_steps
     if spec is None:
         return 0, 0
     return 1 + math.ceil(steps / (spec.every_steps or math.ceil(steps / MEASURES))), spec.tokens

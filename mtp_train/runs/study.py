@@ -163,7 +163,8 @@ def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
 def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> list[Finding]:
     """Test the prediction at one setting: raw, and at equal target entropy if the texts share enough entropies."""
     head = retrained(study.objectives[0])
-    mine, theirs = cell_of(report, head, setting), cell_of(report, VANILLA, setting)
+    mine = cell_of(report, head, setting)
+    theirs = cell_of(report, VANILLA, setting)
     one = comparison_of(report, head, VANILLA, setting)
     texts = (
         f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats, "
@@ -171,7 +172,8 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
     )
     findings = []
     if mine.tau is not None and theirs.tau is not None:
-        limit, gain = -study.margin * theirs.tau, signed(one.delta_tau, one.delta_tau_ci95)
+        limit = -study.margin * theirs.tau
+        gain = signed(one.delta_tau, one.delta_tau_ci95)
         findings.append(
             _finding(
                 tone_of(one.delta_tau_ci95, limit),
@@ -180,7 +182,8 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
                 f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
             )
         )
-    delta, interval = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
+    delta = one.delta_overlap_at_equal_entropy
+    interval = one.delta_overlap_at_equal_entropy_ci95
     if delta is not None and theirs.overlap and theirs.overlap[0] is not None:
         limit = -study.margin * theirs.overlap[0]
         text = "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"

@@ -80,7 +80,8 @@ def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[
         )
     # Use another seed: by the recipe's own, all of these groups lie above its share `data.holdout`.
     seed = (recipe.seed + 1) % (1 << 32)
-    measured, tokens = set[int](), 0
+    measured = set[int]()
+    tokens = 0
     for group in sorted(groups, key=lambda name: stable_share(name, seed))[: max(1, int(spec.share * len(groups)))]:
         if tokens < spec.tokens:
             measured.update(groups[group])
@@ -97,7 +98,8 @@ def make_selection(
     run: Run, documents: Sequence[Document], measured: Sequence[int], *, chooses_lr: bool
 ) -> Selection | None:
     """Return the selection of the best head; None if the recipe takes the last head."""
-    spec, data = run.recipe.train.select, run.recipe.data
+    spec = run.recipe.train.select
+    data = run.recipe.data
     if spec is None:
         return None
     text = [documents[index] for index in measured]
@@ -118,7 +120,8 @@ def train_stage(run: Run, documents: Sequence[Document], *, chooses_lr: bool = F
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
-    draft_vocab, own = chosen_vocab(run, documents), inputs.head_plan.output
+    draft_vocab = chosen_vocab(run, documents)
+    own = inputs.head_plan.output
     served_vocab = draft_vocab if serves_draft_vocab(recipe.head.kind) else None
     trained_vocab = served_vocab if own is None else own.token_ids_R
     if trained_vocab is not None:
@@ -206,7 +209,8 @@ def head_training(recipe: Recipe, states: States, head: Head, draft_vocab: torch
 
 def chosen_vocab(run: Run, documents: Sequence[Document]) -> torch.Tensor | None:
     """Return the tokens that the head may draft, int32 and ascending; None for all."""
-    asked, plan = run.recipe.head.draft_vocab, run.inputs.head_plan
+    asked = run.recipe.head.draft_vocab
+    plan = run.inputs.head_plan
     if asked is None:
         # The exported draft model has rows for these tokens alone.
         return plan.draft_vocab if plan.family.kind.has_file else None

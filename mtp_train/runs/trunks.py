@@ -40,7 +40,8 @@ def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
     Args:
         dtype: Replaces ``model.dtype``.
     """
-    held, wanted = run.held, _held_dtype(run, dtype)
+    held = run.held
+    wanted = _held_dtype(run, dtype)
     trunk = held.whole
     if trunk is None or held.dtype is not wanted:
         # One is in memory at a time.
@@ -57,7 +58,8 @@ def decoding_trunk(run: Run, dtype: str | None = None) -> Trunk:
 def trunk_in_shards(run: Run) -> Trunk:
     """Return the trunk for one use in shards, loaded in shards under FSDP2; every process must call it."""
     # Shards are gathered in the dtype that they are held in, and no hook can convert them.
-    held, wanted = run.held, COMPUTE_DTYPES[run.recipe.train.precision]
+    held = run.held
+    wanted = COMPUTE_DTYPES[run.recipe.train.precision]
     trunk = held.trunk
     if trunk is None or held.form == "spent" or held.dtype is not wanted:
         del trunk
@@ -102,11 +104,14 @@ def states_of(
         kept: Numbers of the documents that are read in every measurement.
         is_read_once: Whether training reads each of the others once at most.
     """
-    cached, served = run.recipe.train.hidden_cache, run.recipe.train.states
+    cached = run.recipe.train.hidden_cache
+    served = run.recipe.train.states
     if served is None and cached is None:
         return _computed(run)
-    spec, dtype = cached or HiddenCacheSpec(), COMPUTE_DTYPES[run.recipe.train.precision]
-    source, is_online = None, cached is None and is_read_once
+    spec = cached or HiddenCacheSpec()
+    dtype = COMPUTE_DTYPES[run.recipe.train.precision]
+    source = None
+    is_online = cached is None and is_read_once
     identity = None if served is None else run.accelerator.said_by_main(recorded_identity(run))
     if served is not None and (is_online or identity is None or _lacking(run, spec, documents, layers, identity)[1]):
         run.held.release(run.accelerator)
@@ -154,7 +159,8 @@ def served_judge(run: Run, spec: StatesSpec, texts: Sequence[Sequence[int]]) -> 
 
 
 def _ends(run: Run) -> Ends:
-    inputs, device = run.inputs, run.accelerator.device
+    inputs = run.inputs
+    device = run.accelerator.device
     return load_ends(inputs.finetune, dtype=_held_dtype(run), device=device, adapter=inputs.adapter)
 
 
@@ -187,7 +193,8 @@ def cache_of(
         held = str(_held_dtype(run)).removeprefix("torch.")
         settings = (recipe.train.precision, recipe.model.quantization, held, *layers)
     else:
-        dtype, settings = getattr(torch, identity[-1].removeprefix("torch.")), (identity, *layers)
+        dtype = getattr(torch, identity[-1].removeprefix("torch."))
+        settings = (identity, *layers)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
     directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
     return HiddenCache(directory, documents, width=width, dtype=dtype)
@@ -197,7 +204,8 @@ def _build(
     run: Run, cache: HiddenCache, missing: Sequence[int], layers: tuple[int, ...], source: StatesSource | None
 ) -> None:
     """Write what a cache lacks; every process must call it."""
-    accelerator, progress = run.accelerator, run.progress
+    accelerator = run.accelerator
+    progress = run.progress
     cache.require_room()
     states: States
     if source is not None:
@@ -270,7 +278,8 @@ def require_room(run: Run) -> None:
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
     model = HeadOnTrunk(inputs.finetune, inputs.head_plan.family, inputs.head_plan.num_modules)
-    machine, shapes = device_named(None), Shapes(model)
+    machine = device_named(None)
+    shapes = Shapes(model)
     problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
         fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine, recipe)]

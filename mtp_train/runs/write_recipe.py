@@ -136,7 +136,8 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 
 
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
-    adapter, source = None, None if base is None else open_head_source(base)
+    adapter = None
+    source = None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]

@@ -58,7 +58,8 @@ class FetchedStates(StoredStates):
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self.seconds_waited, self.seconds_ahead = 0.0, 0.0
+        self.seconds_waited = 0.0
+        self.seconds_ahead = 0.0
         """How long training waited for the source, and the source for training."""
 
     def _fetched(self, numbers: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
@@ -102,10 +103,12 @@ class FetchedStates(StoredStates):
         if number in self._kept:
             return self._kept[number]
         with self._changed:
-            started, self._wanted = time.perf_counter(), number
+            started = time.perf_counter()
+            self._wanted = number
             self._changed.notify_all()
             self._changed.wait_for(lambda: number in self._buffer or self._failure is not None)
-            self.seconds_waited, self._wanted = self.seconds_waited + time.perf_counter() - started, None
+            self.seconds_waited = self.seconds_waited + time.perf_counter() - started
+            self._wanted = None
             if number not in self._buffer and self._failure is not None:
                 raise self._failure
             states_TD = self._buffer.pop(number)

@@ -133,8 +133,10 @@ class HeadTraining(nn.Module):
         return self._loss(rows, micro.scale_K, micro.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
-        lm_head_VD, own_heads = self.ends.lm_head_VD, self.head.own_lm_heads(self.num_depths)
-        targets_N, vocab_R = rows.targets_N, self.draft_vocab
+        lm_head_VD = self.ends.lm_head_VD
+        own_heads = self.head.own_lm_heads(self.num_depths)
+        targets_N = rows.targets_N
+        vocab_R = self.draft_vocab
         if vocab_R is not None:
             # The trunk is frozen: its rows are chosen and converted once.
             if self._rows_RD is None:

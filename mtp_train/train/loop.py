@@ -138,7 +138,8 @@ def micro_batches(
     is the same for every world size and accumulation. The factors undo the wrapper's averaging over processes and
     accelerate's averaging over micro-batches.
     """
-    num_depths, rank = len(weight_K), accelerator.process_index
+    num_depths = len(weight_K)
+    rank = accelerator.process_index
     totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
     rounds = plan.world_size * plan.accumulation
     scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in zip(weight_K, totals, strict=True)])

@@ -224,7 +224,8 @@ def estimate_footprint(
     if on_device is None:
         on_device = trunk_bytes(trunk.causal_lm, options.quantization, held)
     if options.offloads:
-        on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
+        on_device = on_device - sum(layers) + max(layers)
+        offloaded = sum(layers)
     loading = 0
     if device.type != "cpu":
         # bitsandbytes packs each matrix on the device, as soon as it is read.
@@ -256,12 +257,14 @@ def estimate_footprint(
 def _activations_on(
     trunk: Trunk, options: MemoryOptions, head: Mapping[str, Size], plan: Plan, device: torch.device
 ) -> int:
-    width, layer = trunk.family.state_width(trunk.config), trunk.family.layer
+    width = trunk.family.state_width(trunk.config)
+    layer = trunk.family.layer
     keeps_masks = layer is not None and layer.reads_masks
     if keeps_masks or (_num_modules(head) > 1 and not trunk.family.kind.parallel):
         # Such heads run whole at all positions.
         options = replace(options, num_starts=None)
-    rows, length = plan.micro_batch_tokens, plan.seq_len_tokens
+    rows = plan.micro_batch_tokens
+    length = plan.seq_len_tokens
     return activation_bytes(options, width, rows, length, device.type, keeps_masks=keeps_masks)
 
 
@@ -274,7 +277,8 @@ def activation_bytes(
         device: torch's type of the device.
         keeps_masks: Whether the head's layer reads masks of all queries, at any length.
     """
-    depths, computed = options.num_depths, options.compute_dtype.itemsize
+    depths = options.num_depths
+    computed = options.compute_dtype.itemsize
     # The backward pass needs about 36 hidden-sized states per row and depth, of which 11 are in fp32. With
     # checkpointing, all but six of these (the keys and values, and those around the loss) are recomputed, one depth at
     # a time.

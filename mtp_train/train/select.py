@@ -80,7 +80,8 @@ class Selection:
 
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, module: HeadTraining, accelerator: Accelerator) -> DenseSums:
-        device, rank = accelerator.device, accelerator.process_index
+        device = accelerator.device
+        rank = accelerator.process_index
         total_FK = torch.zeros(len(DenseSums._fields), module.num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, accelerator.num_processes):

@@ -74,7 +74,8 @@ def shard_head(module: HeadTraining) -> dict[nn.Parameter, nn.Parameter]:
     the decoder layer: its norms are computed in fp32, and a forward that gathers would do so for every depth. With
     LoRA all is gathered in fp32, as peft adds LoRA's products to experts.
     """
-    whole, kept = list(module.head.parameters()), set(module.states.parameters())
+    whole = list(module.head.parameters())
+    kept = set(module.states.parameters())
     if module.compute_dtype is not torch.float32 and not any(is_lora(name) for name in module.head.state_dict()):
         rounded = nn.Sequential(*(part for name, part in module.head.named_modules() if _is_rounded(name, part)))
         policy = MixedPrecisionPolicy(module.compute_dtype, torch.float32, cast_forward_inputs=False)

@@ -139,7 +139,8 @@ def delta_token(
     """
     num_rows, _, num_heads, value_width = value.shape
     readers_N2K = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
-    query_N1K, key_N1K = readers_N2K[:, :1], readers_N2K[:, 1:]
+    query_N1K = readers_N2K[:, :1]
+    key_N1K = readers_N2K[:, 1:]
     # view, not reshape: a copy would not be updated in place, so raise an error instead.
     state_NKV = initial_state.view(-1, *initial_state.shape[2:])
     # One decay rate for a head, or one for each key channel.

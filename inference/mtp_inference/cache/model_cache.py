@@ -158,7 +158,8 @@ class IndexedStore(AttentionStore):
         return found_BSX
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        window, slots_BT = self.window, self.window.slots_BT(self.size)
+        window = self.window
+        slots_BT = self.window.slots_BT(self.size)
         inputs_BSX = self.place("inputs", inputs_BTX, slots_BT, self.size)
         back_N = torch.arange(size - 1, -1, -1, device=inputs_BTX.device)
         slots_BTN = (slots_BT[..., None] - back_N).clamp(min=0)
@@ -345,7 +346,8 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
-        name, window = type(layer).__name__, getattr(layer, "sliding_window", None)
+        name = type(layer).__name__
+        window = getattr(layer, "sliding_window", None)
         # One more window than the layer attends to: writing a window must not overwrite keys that its first token
         # needs.
         size = self.capacity if window is None else min(self.capacity, window + self.max_window)

@@ -95,7 +95,8 @@ def window_conv(
     width = weight.shape[-1]
     num_tokens = hidden_states.shape[-1] - width
     # Round once, as the replaced convolution does: with rounded products half of all bf16 texts differ from plain ones.
-    known_BNC, weight_WC = hidden_states.transpose(1, 2).float(), weight.t().float().contiguous()
+    known_BNC = hidden_states.transpose(1, 2).float()
+    weight_WC = weight.t().float().contiguous()
     output_BTC = known_BNC[:, 1 : num_tokens + 1] * weight_WC[0]
     for tap in range(1, width):
         output_BTC.addcmul_(known_BNC[:, tap + 1 : tap + num_tokens + 1], weight_WC[tap])
@@ -181,7 +182,8 @@ class RecurrentStore(LinearAttentionLayer):
 
     def take_window(self) -> tuple[Tensor, Tensor | DeltaWindow]:
         """Return and clear the convolution's inputs, (B, C, W + T), and the kernel's result."""
-        conv, state = self._window_conv, self._window_state
+        conv = self._window_conv
+        state = self._window_state
         self._window_conv = self._window_state = None
         # For a single token, some models do not call the update methods: they change the tensors of begin() in place.
         if conv is None and self._in_place:
@@ -210,7 +212,8 @@ class ConvolutionInputs(LinearAttentionLayer, PlacedState):
     ) -> Tensor:
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
         inputs_BTC = conv_states.transpose(1, 2)
-        window, num_before = self.window, conv_kernel_size - 1
+        window = self.window
+        num_before = conv_kernel_size - 1
         # What belongs to position p is at place p % Z.
         ring_BZC = self.buffer(state_idx, inputs_BTC, num_before + self.max_undecided)
         positions_BN = places_from(window.positions_BT[:, 0] - num_before, num_before + window.num_tokens)
@@ -353,4 +356,5 @@ class RecurrentLayers(RowState):
     def _show(self) -> None:
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             for store, conv_BWC, state_BHKV in zip(self.stores, self.conv_LBWC, self.state_LBHKV, strict=True):
-                store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV
+                store.conv_BCW = conv_BWC.transpose(1, 2)
+                store.state_BHKV = state_BHKV

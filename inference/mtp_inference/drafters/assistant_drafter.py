@@ -31,7 +31,8 @@ class AssistantDrafting(TrainedDrafting):
 
     def check(self, trunk: Trunk, depth: int) -> None:
         super().check(trunk, depth)
-        hidden, vocab = self.head.trunk_width, len(self.head.own_lm_heads(1)[0])
+        hidden = self.head.trunk_width
+        vocab = len(self.head.own_lm_heads(1)[0])
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(
                 f"{self.head.family.title}: made for a hidden size of {hidden} and {vocab} tokens; found a trunk of "

@@ -67,7 +67,8 @@ class BlockDrafter(TextDrafter):
                 masks,
                 self.cache,
             )
-        first, correct = head.first_row, head.correcting(state_BTD, choice.last_B1)
+        first = head.first_row
+        correct = head.correcting(state_BTD, choice.last_B1)
         logits_BTV = self._logits(1, state_BTD[:, first : first + plan.depth])
         for row, logits_B1V in enumerate(logits_BTV.split(1, dim=1), start=first):
             choice.add(correct(row, logits_B1V, choice.last_B1))

@@ -145,7 +145,8 @@ class _CachedDrafter(_HeadDrafter):
         Else stop after keys and values, if later rows read nothing else, and return no states. The start of a window
         is 0, or not known.
         """
-        keys_only, recycled = self._store(depth).keys_suffice and not recycles, [hidden_RTD[:, :0]]
+        keys_only = self._store(depth).keys_suffice and not recycles
+        recycled = [hidden_RTD[:, :0]]
         for start in range(0, window.num_tokens, KEYS_CHUNK):
             part = slice(start, start + KEYS_CHUNK)
             positions_RT = window.positions_BT[:, part]
@@ -177,7 +178,8 @@ class TextDrafter(_CachedDrafter):
     def _write_pending(self, first: int, plan: RoundPlan) -> None:
         """Run the pending rows through the modules from number ``first`` on, and clear them."""
         slots_BT = self.pending.positions(plan.pending)
-        hidden_BTD, tokens_BT = self.pending.hidden_BPD[:, : plan.pending], self.pending.tokens_BP[:, : plan.pending]
+        hidden_BTD = self.pending.hidden_BPD[:, : plan.pending]
+        tokens_BT = self.pending.tokens_BP[:, : plan.pending]
         self._write_text(first, hidden_BTD, tokens_BT, self._window(slots_BT, plan))
         self.pending.clear()
 
@@ -229,7 +231,8 @@ class ChainedDraftsDrafter(TextDrafter):
         tokens_BW = pad(self.pending.tokens_BP[:, : plan.pending], (0, more))
         slots_BW = self.pending.positions(plan.pending + more)
         for module in range(1, plan.depth + 1):
-            part, end_B = slice(plan.pending + module - 1), last_B + (module - 1)
+            part = slice(plan.pending + module - 1)
+            end_B = last_B + (module - 1)
             window = self._window(slots_BW[:, part], plan)
             step = self._run(module, inputs_BWD[:, part], tokens_BW[:, part], window)
             choice.add(self._logits(module, state_at(step.logit_hidden_BTD, end_B)))
@@ -266,7 +269,8 @@ class ChainedDrafter(_CachedDrafter):
             settled = num_tokens - depth
             if depth > 1:
                 self.carried_KB1D[depth - 1, rows] = inputs_RTD[:, settled:]
-            tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
+            tokens_RT = prompt_RT[:, depth:]
+            inputs_RTD = inputs_RTD[:, :settled]
             window = Window.of_prompts(rows, settled, prompt_RT.device)
             inputs_RTD = self._run_text(depth, inputs_RTD, tokens_RT, window, recycles=depth < self.size.depth)
         self.pending.begin(rows, first_R, num_tokens - 1, hidden_RTD[:, -1])

@@ -214,13 +214,15 @@ def keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
     are filtered, and a row whose list is too short gets a longer one. A row's list depends on its own settings and
     scores, never on other rows.
     """
-    scores_RV, vocab = scores_BTV.flatten(0, 1), scores_BTV.shape[-1]
+    scores_RV = scores_BTV.flatten(0, 1)
+    vocab = scores_BTV.shape[-1]
     top_k_R1, tail_R1 = (
         one_B.repeat_interleave(scores_BTV.shape[1])[:, None] for one_B in (rows.top_k_B, rows.top_p_tail_B)
     )
     if not reads_values(scores_BTV.device):
         return keep_top_of(scores_RV, top_k_R1, tail_R1, vocab)[0].view_as(scores_BTV)
-    open_R, width = ((top_k_R1 > 0) | (tail_R1 > 0.0)).flatten().nonzero()[:, 0], LISTED
+    open_R = ((top_k_R1 > 0) | (tail_R1 > 0.0)).flatten().nonzero()[:, 0]
+    width = LISTED
     while len(open_R):
         # Mostly all rows are open, and then none is copied.
         is_whole = len(open_R) == len(scores_RV)
@@ -229,7 +231,8 @@ def keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
         if is_whole and bool(suffices_R.all()):
             return found_RV.view_as(scores_BTV)
         scores_RV[open_R[suffices_R]] = found_RV[suffices_R]
-        open_R, width = open_R[~suffices_R], GROWTH * width
+        open_R = open_R[~suffices_R]
+        width *= GROWTH
     return scores_RV.view_as(scores_BTV)
 
 

@@ -99,7 +99,8 @@ def _misfits(trunk: GgufModel, head: Mapping[str, tuple[int, ...]]) -> list[str]
     known = dict(own)
     problems = []
     for name, shape in head.items():
-        key, sizes = _BLOCK.sub("", name), _sizes(shape)
+        key = _BLOCK.sub("", name)
+        sizes = _sizes(shape)
         if key in known and (key, sizes) not in own:
             problems.append(f"{name} is {list(sizes)}, in the trunk {list(known[key])}")
     return problems

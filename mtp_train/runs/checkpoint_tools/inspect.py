@@ -173,7 +173,8 @@ class Inspection(Shown):
 
     def to_json(self) -> JsonObject:
         found = super().to_json() | {"stale": self.stale}
-        head, trunk = found.pop("head"), found.pop("trunk")
+        head = found.pop("head")
+        trunk = found.pop("trunk")
         return {
             **found,
             **{name: head[name] for name in ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)},
@@ -236,7 +237,8 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
         if base is not None:
             raise MtpError(f"--base: given with the GGUF file {checkpoint}; expected the file alone. Leave it out.")
         return _inspect_gguf(Path(checkpoint))
-    opened, trunk = open_location(str(checkpoint)), None if base is None else open_location(str(base))
+    opened = open_location(str(checkpoint))
+    trunk = None if base is None else open_location(str(base))
     progress = progress or quiet_progress()
     if opened.mlx_sign is not None:
         return _inspect_mlx(opened, progress)
@@ -485,7 +487,8 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
 
     A damaged draft model gets the damage as the reason of every engine.
     """
-    checkpoint, diagnosis = draft.checkpoint, diagnose_draft(draft)
+    checkpoint = draft.checkpoint
+    diagnosis = diagnose_draft(draft)
     problem = values_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
@@ -548,7 +551,8 @@ def _inspect_gguf(file: Path) -> Inspection:
 
 def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str]) -> str:
     """Return the command with which llama.cpp drafts with the head, or why it does not."""
-    name, kind = shlex.quote(str(file)), "draft-eagle3" if model.arch == DRAFT_ARCH else "draft-mtp"
+    name = shlex.quote(str(file))
+    kind = "draft-eagle3" if model.arch == DRAFT_ARCH else "draft-mtp"
     spec = f"--spec-type {kind} --spec-draft-n-max {SUGGESTED_DEPTH}"
     if model.arch not in (DRAFT_ARCH, *RECORDS):
         return f"no: llama.cpp has no graph for a head of {model.arch}"

@@ -124,7 +124,8 @@ def graft(
         return _in_gguf(graft_gguf(Path(fine_tune), base, out, head, link, progress), fine_tune, base)
     if head is not None:
         raise MtpError(f"--head: given for {fine_tune}, no GGUF file; expected one. Leave it out.")
-    trunk, donor = open_location(fine_tune), open_location(base)
+    trunk = open_location(fine_tune)
+    donor = open_location(base)
     refuse_existing(out, what="the checkpoint")
     # First: a trunk that lost weights is of another shape than its base.
     require_whole_trunk(trunk)
@@ -226,7 +227,8 @@ def merge(
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
         write_untrained_card(out, identity, identity if own_head else None, adapter, _suggested(source))
-    head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
+    head = f"It has no head, like {checkpoint}."
+    cure = graft_command(str(out), "BASE")
     if own_head:
         head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
         cure = probe_command(str(out), checkpoint)
