@@ -9,22 +9,40 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, DynamicLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
 
+from mtp_train.families import Convention
+from mtp_train.families.kinds.kind import Block
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.families.mechanisms.key_pools import UnrolledPools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS, UnrolledRows
+from mtp_train.families.spec import HeadLayer
 from mtp_train.heads.alignment import UnrollMask, at_starts, input_tokens, unroll_distances
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.upstream.transformers_private import CACHE, DynamicIndexedLayer, DynamicSlidingWindowLayer
 
-if TYPE_CHECKING:
-    # It imports this module.
-    from mtp_train.heads.module import MtpHead
+
+class ModularHead(Protocol):
+    """What this module uses of an ``MtpHead``, which imports it."""
+
+    convention: Convention
+    classes: HeadLayer
+    config: PretrainedConfig
+    rotary: Any
+    rotary_takes_layer_type: bool
+    logit_divisor: float | None
+
+    @property
+    def chaining(self) -> str: ...
+    def read(self, trunk_BTD: Tensor) -> Tensor: ...
+    def module_index(self, depth: int) -> int: ...
+    def module_for(self, depth: int) -> Block: ...
+    def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]: ...
+    def sliding_window(self, depth: int) -> int | None: ...
 
 
 class StepOutput(NamedTuple):
@@ -42,7 +60,7 @@ class KeysWritten(Exception):
 
 @without_cudnn_attention()
 def mtp_step(
-    head: MtpHead,
+    head: ModularHead,
     hidden_BTD: Tensor,
     embed_BTD: Tensor,
     *,
@@ -88,7 +106,7 @@ def mtp_step(
 
 
 def _position_embeddings(
-    head: MtpHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
+    head: ModularHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
 ) -> tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None:
     if head.rotary is None:
         return None
@@ -104,7 +122,7 @@ def _position_embeddings(
 
 
 def unroll(
-    head: MtpHead,
+    head: ModularHead,
     hidden_BTD: Tensor,
     tokens_BT: Tensor,
     embed: Callable[[Tensor], Tensor],
@@ -182,7 +200,7 @@ class _Inputs(NamedTuple):
         return _Inputs(hidden_BPD, embed_BPD, positions_BP, self.seen_depths, starts_BP, adds_keys=False)
 
 
-def _unread(head: MtpHead, inputs: Sequence[_Inputs], starts_BP: Tensor | None) -> Sequence[_Inputs]:
+def _unread(head: ModularHead, inputs: Sequence[_Inputs], starts_BP: Tensor | None) -> Sequence[_Inputs]:
     """Return the inputs that the module of the last depth has not processed; those of the text end at their keys."""
     if starts_BP is None or len(inputs) > 1:
         return inputs[0 if head.chaining == "chained_drafts" else -1 :]
@@ -190,7 +208,9 @@ def _unread(head: MtpHead, inputs: Sequence[_Inputs], starts_BP: Tensor | None) 
     return [drafts] if head.chaining == "parallel" else [*inputs, drafts]
 
 
-def _run_depth(head: MtpHead, depth: int, document_BT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
+def _run_depth(
+    head: ModularHead, depth: int, document_BT: Tensor, unread: Sequence[_Inputs], cache: Cache
+) -> StepOutput:
     """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
     def run(rows: _Inputs, keys_only: bool) -> StepOutput:
@@ -233,12 +253,12 @@ def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Seque
     return rerun
 
 
-def _unroll_cache(head: MtpHead, positions_BT: Tensor) -> Cache:
+def _unroll_cache(head: ModularHead, positions_BT: Tensor) -> Cache:
     # Later depths attend to keys that are outside of the last row's window: no layer slides.
     return Cache(layers=[_unrolled(layer, positions_BT) for layer in DynamicCache(config=head.config).layers])
 
 
-def _is_of_keys(head: MtpHead, cache: Cache) -> bool:
+def _is_of_keys(head: ModularHead, cache: Cache) -> bool:
     """Return whether layers read keys, values and the attention mask, and nothing else of other rows."""
     return not head.classes.masks_of_distances and all(isinstance(layer, _UnrolledKeys) for layer in cache.layers)
 
