@@ -47,7 +47,8 @@ class Batch(RowState):
         self.records = records
         self.size = size
         self.prefill_chunk = prefill_chunk
-        weight, rows = trunk.lm_head_VD, size.num_rows
+        weight = trunk.lm_head_VD
+        rows = size.num_rows
         # Whether prefill and rounds multiply in fp32, converting the weights layer by layer. All rounds have the same
         # precision, with drafts or without, as another one may decide near ties differently.
         self.widens_prefill = slow_halves(weight.dtype, weight.device)

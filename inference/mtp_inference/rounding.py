@@ -112,7 +112,8 @@ class Rounding:
             stock_flips = _num_flips([one.choices_P for one in stock], self.references)
         else:
             # It is the reference, without an error of its own.
-            correct, stock_flips = plain, 0
+            correct = plain
+            stock_flips = 0
         # Texts of a single token have no errors.
         correct_errors = np.concatenate([*correct, [step]])
         ratio = HALF_RATIO if self._widens else FP32_RATIO

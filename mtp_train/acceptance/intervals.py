@@ -196,7 +196,8 @@ def two_sided_p(t: float, freedom: int) -> float:
 @lru_cache(maxsize=4096)
 def t_quantile(freedom: int, level: float = 0.05) -> float:
     """Return the t whose :func:`two_sided_p` is ``level``, found by bisection."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while two_sided_p(high, freedom) > level:
         high *= 2
     for _ in range(60):

@@ -60,12 +60,6 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = (), override
     return command("rescue", finetune, "--from", base, *sources, "--out", output_of(finetune, "-rescued"))
 
 
-def retrain_own_command(checkpoint: str) -> str:
-    """Return the command that trains a checkpoint's own head from where it is, without a probe, which needs a trained
-    one."""
-    return retrain_command(checkpoint, checkpoint, overrides=["train.max_steps=500"])
-
-
 def probe_command(finetune: str, base: str) -> str:
     """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
     return command("probe", finetune, "--from", base)

@@ -57,9 +57,7 @@ def load_tokenizer(checkpoint: Checkpoint, adapter: Path | None = None) -> Any:
     return tokenizer
 
 
-@lru_cache
-def tell_once(sentence: str) -> None:
-    logger.warning(sentence)
+tell_once = lru_cache(logger.warning)
 
 
 def _require_rows(checkpoint: Checkpoint, tokenizer: Any, others: Callable[[], Collection[str]], hint: str) -> None:

@@ -166,7 +166,8 @@ class WithDefaults(argparse.RawDescriptionHelpFormatter):
     """Print the default of every option, unless its help already contains one; do not break examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text, default = action.help, action.default
+        text = action.help
+        default = action.default
         says_nothing = str(default) in ("None", "False", "[]", argparse.SUPPRESS)
         if text is None or "default" in text or says_nothing:
             return text
@@ -358,7 +359,8 @@ def _probe(args: argparse.Namespace) -> Any:
         name = "probe_drafts"
         wrong = [*training, args.endpoint, *server]
     elif args.endpoint:
-        name, wrong = "probe_endpoint", training
+        name = "probe_endpoint"
+        wrong = training
     else:
         name = "probe"
         wrong = [args.head, *server, args.base is None]

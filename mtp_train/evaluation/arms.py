@@ -66,7 +66,8 @@ def parse_arm(text: str) -> ArmSpec:
     """
     name, _, rest = text.partition("=")
     if not rest or not _NAME.fullmatch(name) or Path(text).exists():
-        name, rest = "", text
+        name = ""
+        rest = text
     trunk, plus, head = (rest, "", "") if Path(rest).exists() else rest.partition("+")
     if not trunk or (plus and not head):
         raise DataError(

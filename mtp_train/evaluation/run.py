@@ -148,7 +148,8 @@ class Study:
         A study may resume the measurements of one with an equal identity and unchanged inputs. Prompts that are given
         come from a run, and the run's directory records its inputs.
         """
-        prompts, grid = self.prompts, self.grid
+        prompts = self.prompts
+        grid = self.grid
         return {
             "format_version": FORMAT_VERSION,
             "arms": [spec.identity() for spec in self.arms],

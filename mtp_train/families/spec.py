@@ -101,11 +101,6 @@ class HeadLayer:
     """Whether the layer takes masks with the distance of each key; see ``mechanisms/relative_positions.py``."""
 
     @property
-    def reads_masks(self) -> bool:
-        """Whether the layer itself reads attention masks: to choose keys, or for their distances."""
-        return self.frozen is not None or self.masks_of_distances
-
-    @property
     def python_module(self) -> str:
         return f"transformers.models.{self.model}.modeling_{self.model}"
 

@@ -271,7 +271,8 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
 
 def trunk_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config."""
-    path, family = checkpoint.path, checkpoint.family
+    path = checkpoint.path
+    family = checkpoint.family
     family.require_transformers()
     with named_rejections(path):
         stand_in = family.trunk.stand_in

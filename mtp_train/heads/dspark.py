@@ -73,7 +73,8 @@ class InsideHead(DSparkHead):
 
     def __init__(self, *shape: Any, **wiring: Any) -> None:
         super().__init__(*shape, **wiring)
-        module, config = self.module, self.config
+        module = self.module
+        config = self.config
         streams: Any = self.family.trunk.streams
         module.norm = nn.Sequential(self.family.classes.cls(streams.mixer)(config), module.norm)
         # It only cuts drafts short, and is not used here. A graft copies it.

@@ -154,11 +154,13 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     retrained = report.arms.get(RETRAINED)
     if report.gate is not None and retrained is not None:
         shown: Arms = {name: report.arms[name] for name in (report.gate.baseline, RETRAINED) if name in report.arms}
-        name, arm = RETRAINED, retrained
+        name = RETRAINED
+        arm = retrained
     else:
         shown = {ranked[0].arm: ranked[0]}
         fastest = max(ranked, key=lambda cell: cell.speedup or 0.0)
-        name, arm = fastest.arm, fastest
+        name = fastest.arm
+        arm = fastest
     found = [
         (f"{one.tau:.2f}", f"tokens per round, {BASELINES.get(its_name, its_name)}")
         for its_name, one in shown.items()

@@ -133,7 +133,8 @@ class Shapes:
     """The trunk and the head of a recipe, without their weights."""
 
     def __init__(self, model: HeadOnTrunk) -> None:
-        self.model, family = model, model.family
+        self.model = model
+        family = model.family
         self._is_packed = quant_method(model.trunk.config) is not None
         with named_rejections(model.trunk.path):
             self.trunk: Trunk = empty_trunk(trunk_config(model.trunk), model.trunk)
@@ -357,7 +358,8 @@ class CheckResult(Shown):
         )
 
     def _sizes(self) -> Iterator[tuple[str, str | None]]:
-        memory, shards = self.memory, self.room.in_shards
+        memory = self.memory
+        shards = self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
             yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()

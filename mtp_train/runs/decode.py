@@ -252,7 +252,8 @@ class _Opened:
 
     def decode(self, prompts: Sequence[Sequence[int]], on_text: OnText | None) -> GenerateResult:
         """Decode prompts together; the pieces of a single one go to ``on_text``."""
-        decoder, asked = self.decoder, self.asked
+        decoder = self.decoder
+        asked = self.asked
         show = on_text if len(prompts) == 1 else None
         results: dict[int, GenerationResult] = {}
         for chunk in decoder.stream(prompts, asked.max_new_tokens, sampling=asked.sampling, mtp=asked.mtp):

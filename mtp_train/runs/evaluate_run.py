@@ -51,7 +51,8 @@ def evaluate_run(run: Run) -> Report:
 
     Every process must call it; the main process returns the report.
     """
-    recipe, inputs = run.recipe, run.inputs
+    recipe = run.recipe
+    inputs = run.inputs
     settings = run_settings(recipe, inputs.finetune)
     found = measure_arms(run, settings)
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
@@ -134,7 +135,8 @@ def measure(
     shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
-    recipe, inputs = run.recipe, run.inputs
+    recipe = run.recipe
+    inputs = run.inputs
     name = recipe.model.trunk
     trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}

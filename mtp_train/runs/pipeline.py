@@ -178,7 +178,8 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
     """
     directory = RunDirectory(run_dir)
     export = run_dir / EXPORT
-    recipe, gate = directory.recipe, compared.gate
+    recipe = directory.recipe
+    gate = compared.gate
     if recipe is None or gate is None or evaluation is None or not export.is_dir():
         raise DataError(
             f"--judges: {run_dir}: not a run with an export, or other arms than two evaluations of servers; expected "
@@ -213,7 +214,8 @@ def record_verdict(run_dir: Path, compared: Report, out: Path, evaluation: Path 
 
 def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     """Run the stages up to the report, which the main process returns; those that are done are skipped."""
-    recipe, study = run.recipe, run.recipe.study
+    recipe = run.recipe
+    study = run.recipe.study
     directories = [one.directory for one in head_runs(run)]
     # As the main process finds them: a network file system may show new files to other machines later.
     found = [(one.path / HEAD).exists() for one in directories], (run.directory.path / REPORT_FILE).exists()
@@ -265,7 +267,8 @@ def _has_begun(run: Run) -> bool:
 
 def _train(run: Run, are_trained: Sequence[bool], auto: Collection[str]) -> None:
     """Train the missing heads, all on the same text."""
-    recipe, trunk = run.recipe, run.held.whole
+    recipe = run.recipe
+    trunk = run.held.whole
     if recipe.gate.enabled and trunk is not None:
         prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
         seconds = check_decoder(trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)

@@ -290,7 +290,8 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console, accelerato
     source = open_head_source(donor)
     tokenizer = recipe_tokenizer(recipe, open_trunk(recipe))
     held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
-    head, own = donor, OWN
+    head = donor
+    own = OWN
     if isinstance(source, LoneHead):
         head = own = str(source.path)
         base = trunk_of(donor)

@@ -178,7 +178,8 @@ class _Chosen:
     """A recipe whose fields that are ``auto`` are chosen one after the other: each rule reads the values before it."""
 
     def __init__(self, recipe: Recipe, fields: Collection[str]) -> None:
-        self.recipe, self.fields = recipe, fields
+        self.recipe = recipe
+        self.fields = fields
         self.choices: tuple[Choice, ...] = ()
 
     def choose(self, field: str, value: int | float | None, reason: str) -> None:

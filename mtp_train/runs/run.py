@@ -69,7 +69,8 @@ class HeldTrunk:
         """Let go of the trunk and its memory; the caller has to drop its own references."""
         if self.trunk is not None:
             give_up_shards(self.trunk, accelerator)
-        self.trunk, self.form = None, "spent"
+        self.trunk = None
+        self.form = "spent"
         # Shards and their hooks form reference cycles.
         gc.collect()
 

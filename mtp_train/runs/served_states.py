@@ -75,7 +75,8 @@ class StatesSource:
         """Return the states of documents in a dtype; some are read more than once."""
         endpoint = self.server.endpoint
         width = self.server.width * (1 + len(self.layers))
-        stop, end = endpoint.stop_trying, endpoint.close
+        stop = endpoint.stop_trying
+        end = endpoint.close
         return FetchedStates(self.ends, documents, self.fetch, stop, end, width=width, dtype=dtype, kept=kept)
 
 

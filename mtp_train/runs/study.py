@@ -51,7 +51,8 @@ def head_runs(run: Run) -> list[Run]:
 
 
 def _of_objective(run: Run, objective: str) -> Run:
-    recipe, run_dir = run.recipe, run.directory.path
+    recipe = run.recipe
+    run_dir = run.directory.path
     values: dict[str, object] = {
         "objective.loss": objective,
         "objective.temperature": recipe.objective.temperature if find_loss(objective).distils else 1.0,
@@ -64,7 +65,8 @@ def _of_objective(run: Run, objective: str) -> Run:
 
 def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads and test the claim; the main process returns the report. All processes decode."""
-    recipe, run_dir = run.recipe, run.directory.path
+    recipe = run.recipe
+    run_dir = run.directory.path
     grid = grid_of(recipe, study)
     measured = Study(
         arm_specs(recipe, study, run_dir),

@@ -56,7 +56,8 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
 
 def is_read_once(run: Run, text: Sequence[Document]) -> bool:
     """Return whether training takes one epoch at most."""
-    data, plan = run.recipe.data, run.plan
+    data = run.recipe.data
+    plan = run.plan
     epoch = assign(token_counts(text), data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
     return plan.max_steps * plan.sequences_per_step <= len(epoch)
 
@@ -222,7 +223,8 @@ def trained_artifact(
     run: Run, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None, selection: Selection | None
 ) -> Artifact:
     """Return the trained weights as an artifact, with LoRA's matrices merged."""
-    recipe, plan = run.recipe, run.inputs.head_plan
+    recipe = run.recipe
+    plan = run.inputs.head_plan
     if recipe.head.lora is not None:
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)

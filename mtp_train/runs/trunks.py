@@ -182,7 +182,8 @@ def cache_of(
     Args:
         identity: Of the server that computes them, with the dtype of its states at the end; None for the trunk here.
     """
-    recipe, inputs = run.recipe, run.inputs
+    recipe = run.recipe
+    inputs = run.inputs
     config = text_config_of(inputs.finetune)
     width = inputs.finetune.family.state_width(config) + len(layers) * int(config.hidden_size)
     width += inputs.finetune.family.keys_width(config) if inputs.head_plan.family.reads_keys else 0

@@ -75,7 +75,8 @@ class HiddenCache:
     def __init__(self, directory: Path, documents: Sequence[Document], *, width: int, dtype: torch.dtype) -> None:
         self.directory = directory
         self.documents = documents
-        self.width, self.dtype = width, dtype
+        self.width = width
+        self.dtype = dtype
         token_bytes = width * dtype.itemsize
         lengths = [len(document.input_ids) for document in documents]
         self.num_tokens = sum(lengths)

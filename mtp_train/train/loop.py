@@ -354,7 +354,7 @@ def finish_step(run: Training, done: int, norm: float, *, saves: bool) -> None:
         if run.log is not None:
             run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
         run.sums = LogSums.zero(len(weight_K))
-    if selection is not None and selection.is_due(done, options.max_steps):
+    if selection is not None and (done % selection.every_steps == 0 or done == options.max_steps):
         measure(run, selection, done)
         saves = True
     if saves or done % options.save_steps == 0 or done == options.max_steps:

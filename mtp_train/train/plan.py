@@ -220,7 +220,8 @@ def estimate_footprint(
     held = held_dtype(options.held, stored, sum(sizes), device).itemsize
     vocab = options.loss_vocab or trunk.config.vocab_size
     layers = _layer_bytes(trunk, held)
-    on_device, offloaded = packed_bytes, 0
+    on_device = packed_bytes
+    offloaded = 0
     if on_device is None:
         on_device = trunk_bytes(trunk.causal_lm, options.quantization, held)
     if options.offloads:
@@ -259,7 +260,8 @@ def _activations_on(
 ) -> int:
     width = trunk.family.state_width(trunk.config)
     layer = trunk.family.layer
-    keeps_masks = layer is not None and layer.reads_masks
+    # Layers that read masks themselves: to choose keys, or for their distances.
+    keeps_masks = layer is not None and (layer.frozen is not None or layer.masks_of_distances)
     if keeps_masks or (_num_modules(head) > 1 and not trunk.family.kind.parallel):
         # Such heads run whole at all positions.
         options = replace(options, num_starts=None)
@@ -284,7 +286,8 @@ def activation_bytes(
     # a time.
     states = _FP32_STATES * 4 + _COMPUTED_STATES * computed
     states = states + (4 + 5 * computed) * depths if options.recompute else states * depths
-    starts, kept = rows, 0
+    starts = rows
+    kept = 0
     if options.num_starts is not None:
         starts = rows // seq_len_tokens * options.num_starts
         kept = rows * hidden * (_TEXT_FP32 * 4 + _TEXT_COMPUTED * computed)

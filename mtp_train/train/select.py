@@ -52,9 +52,6 @@ class Selection:
     def is_exhausted(self) -> bool:
         return self.patience is not None and self.best.since >= self.patience
 
-    def is_due(self, done: int, max_steps: int) -> bool:
-        return done % self.every_steps == 0 or done == max_steps
-
     def measure(self, wrapped: nn.Module, module: HeadTraining, accelerator: Accelerator) -> dict[str, Any]:
         """Measure the head; every process must call it.
 

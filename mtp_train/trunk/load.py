@@ -392,7 +392,8 @@ def load_ends(
     Raises:
         CheckpointError: A tensor is missing, or has another shape than by the config; or the lm_head is packed.
     """
-    family, path = checkpoint.family, checkpoint.path
+    family = checkpoint.family
+    path = checkpoint.path
     layout = layout_of(checkpoint)
     config = as_plain(trunk_config(checkpoint))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")

@@ -180,7 +180,8 @@ def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:
     digits at worst. At T = 64 no correct digit would remain.
     """
     solved_NTV = torch.baddbmm(right_NTV, lower_NTT, right_NTV, alpha=-1)
-    power_NTT, exponent = lower_NTT, 2
+    power_NTT = lower_NTT
+    exponent = 2
     while exponent < right_NTV.shape[1]:
         power_NTT = power_NTT @ power_NTT
         solved_NTV = torch.baddbmm(solved_NTV, power_NTT, solved_NTV)

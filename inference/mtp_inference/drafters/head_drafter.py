@@ -200,7 +200,8 @@ class RecursiveDrafter(TextDrafter):
         if plan.depth == 0:
             self._write_pending(1, plan)
             return choice.result()
-        pending, num_rows = self.pending, plan.pending
+        pending = self.pending
+        num_rows = plan.pending
         window = self._window(pending.positions(num_rows), plan)
         step = self._run(1, pending.hidden_BPD[:, :num_rows], pending.tokens_BP[:, :num_rows], window)
         last_B = pending.last(plan)

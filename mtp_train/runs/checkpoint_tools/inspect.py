@@ -185,7 +185,8 @@ class Inspection(Shown):
         return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
     def _rows(self) -> list[tuple[str, object]]:
-        head, trunk = self.head, self.trunk
+        head = self.head
+        trunk = self.trunk
         found = {
             "trunk missing": trunk.missing_keys,
             "missing": head.missing_keys,
@@ -326,7 +327,8 @@ def _head_status(
 
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
-    changed, largest = 0, 0.0
+    changed = 0
+    largest = 0.0
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
         difference, size, _ = squared_change(
@@ -428,7 +430,10 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
         return untie_command(checkpoint.path)
     if status == "untrained":
         at_hand = base is not None and diagnose_head(base).complete and initial_parts(base) != UNTRAINED
-        return suggestions.graft_command(path, donor) if at_hand else suggestions.retrain_own_command(path)
+        if at_hand:
+            return suggestions.graft_command(path, donor)
+        # From where the head is, without a probe, which needs a trained one.
+        return suggestions.retrain_command(path, path, overrides=["train.max_steps=500"])
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
         moved = found.trunk_changed is not None and found.trunk_changed.share_of_tensors > 0
