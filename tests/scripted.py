@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+import mtp_inference.decoder
 from mtp_inference import HeadDrafting, Sampling
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
 from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
+from mtp_inference.session import Lane, Session
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from plain_decoding import hidden_after, plain_greedy
@@ -238,17 +243,41 @@ class BatchRun:
         return RoundPlan(depth, max(lengths) + depth, max(self.pending), start)
 
 
-def drafted_in_rounds(trunk: Trunk, drafting: Drafting, texts: PlainTexts, depths: Sequence[int]) -> TextsAndDrafts:
-    """Run rounds of every outcome; return the texts before those with drafts, and what a drafter drafted after each."""
-    script = ScriptedDrafting(texts, (0, max(depths), 1, 2), drafting)
-    run = BatchRun(trunk, script, list(texts), depth=max(depths))
-    seen: TextsAndDrafts = []
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at every round one round late, as on a GPU."""
+
+    def session(
+        rounds: mtp_inference.decoder.Rounds, lanes: list[Lane], costs: RoundCosts, max_in_flight: int
+    ) -> Session:
+        assert max_in_flight == 0
+        return Session(rounds, lanes, costs, max_in_flight=1)
+
+    monkeypatch.setattr(mtp_inference.decoder, "Session", session)
+
+
+def rounds_of(
+    trunk: Trunk, drafting: Drafting, texts: PlainTexts, depths: Sequence[int], num_right: Sequence[int], deepest: int
+) -> list[TextsAndDrafts]:
+    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script sets.
+
+    Returns:
+        For each round with drafts and each row, the text before it and what was drafted.
+    """
+    script = ScriptedDrafting(texts, num_right, drafting)
+    run = BatchRun(trunk, script, list(texts), deepest)
+    seen = []
     for depth in depths:
         before = [list(tokens) for tokens in run.tokens]
         run.run_round(depth)
         if depth:
-            seen += zip(before, script.real_drafts[-1].tolist(), strict=True)
+            seen.append(list(zip(before, script.real_drafts[-1].tolist(), strict=True)))
     return seen
+
+
+def drafted_in_rounds(trunk: Trunk, drafting: Drafting, texts: PlainTexts, depths: Sequence[int]) -> TextsAndDrafts:
+    """Run rounds of every outcome; return the texts before those with drafts, and what a drafter drafted after each."""
+    deepest = max(depths)
+    return [*chain.from_iterable(rounds_of(trunk, drafting, texts, depths, (0, deepest, 1, 2), deepest))]
 
 
 def greedy_chooser(num_rows: int) -> Chooser:
@@ -308,19 +337,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
 
 def spied_drafts(
     trunk: Trunk, head: MtpHead, depths: Sequence[int], draft_vocab_R: Tensor | None = None, deepest: int = 4
-) -> list[list[tuple[list[int], list[int]]]]:
-    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script sets.
-
-    Returns:
-        For each round with drafts and each row, the text before it and what the head drafted.
-    """
-    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
-    script = ScriptedDrafting(plain_texts(trunk, prompts, 40), [4, 0, 1, 2, 3], HeadDrafting(head, draft_vocab_R))
-    run = BatchRun(trunk, script, prompts, deepest)
-    spied = []
-    for depth in depths:
-        before = [list(tokens) for tokens in run.tokens]
-        run.run_round(depth)
-        if depth:
-            spied.append(list(zip(before, script.real_drafts[-1].tolist(), strict=True)))
-    return spied
+) -> list[TextsAndDrafts]:
+    """Return what a head drafts in the rounds of a batch of two rows."""
+    texts = plain_texts(trunk, [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)], 40)
+    return rounds_of(trunk, HeadDrafting(head, draft_vocab_R), texts, depths, [4, 0, 1, 2, 3], deepest)

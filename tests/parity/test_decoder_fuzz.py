@@ -15,19 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-import mtp_inference.decoder
 import mtp_inference.sampling.chooser
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.capture import Rounds
-from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.sampling.chooser import Verdict
-from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
-from scripted import RandomDrafting, RereadingDrafting, random_prompt
+from scripted import RandomDrafting, RereadingDrafting, random_prompt, run_ahead
 from tiny import ALL_FAMILIES, CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
@@ -119,12 +115,9 @@ def decode(case: Case) -> list[GenerationResult]:
         prefill_chunk=case.prefill_chunk,
         records=True,
     )
-
-    def session(rounds: Rounds, lanes: list[Lane], costs: RoundCosts, max_in_flight: int) -> Session:
-        return Session(rounds, lanes, costs, max_in_flight=int(case.is_ahead))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mtp_inference.decoder, "Session", session)
+        if case.is_ahead:
+            run_ahead(patch)
         return decoder.generate(case.requests)
 
 
@@ -166,7 +159,7 @@ def check(case: Case) -> None:
         check_counts(case, request, result)
 
 
-FAST_EXAMPLES = 5
+FAST_EXAMPLES = 8
 """Of each kind of trunk."""
 ALWAYS_THE_SAME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 

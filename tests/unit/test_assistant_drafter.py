@@ -136,18 +136,15 @@ def rounds(name: str, depths: Sequence[int] = (3,) * 7) -> TextsAndDrafts:
 
 
 @needs_witness
-@pytest.mark.parametrize("name", ["shared", "ordered"])
-def test_drafts_are_those_of_transformers(name: str) -> None:
-    seen = rounds(name)
+@pytest.mark.parametrize(
+    ("name", "depths"), [("shared", (3,) * 7), ("ordered", (3,) * 7), ("shared", (3, 0, 0, 3, 3, 3, 0, 3))]
+)
+def test_drafts_are_those_of_transformers(name: str, depths: Sequence[int]) -> None:
+    """Rounds without drafts are not forgotten."""
+    seen = rounds(name, depths)
     assert max(len(text) for text, _ in seen) > 3 * SLIDING_WINDOW
     for text, drafts in seen:
         assert drafts == stock_drafts(pair(name), text, 3)
-
-
-@needs_witness
-def test_rounds_without_drafts_are_not_forgotten() -> None:
-    for text, drafts in rounds("shared", depths=(3, 0, 0, 3, 0, 3)):
-        assert drafts == stock_drafts(pair(), text, 3)
 
 
 @needs_witness

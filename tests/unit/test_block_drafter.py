@@ -174,22 +174,14 @@ def test_drafts_are_drawn_from_what_the_correction_leaves(form: BlockForm, tmp_p
     assert len({tuple(drafts) for _, drafts, _ in rounds}) > 1
 
 
-@pytest.mark.parametrize("form", BLOCKS, ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], *BLOCKS], ids=str)
 def test_the_text_is_the_trunks_at_the_deepest_of_each_kind(form: BlockForm, tmp_path: Path) -> None:
     model = opened_form(tmp_path, form)
     assert model.deepest == form.depth
     decoder = SpeculativeDecoder(TRUNK, model.load_drafting(TRUNK), form.depth, (), max_batch=2)
     for text, result in zip(texts().values(), decoder.generate(PROMPTS, max_new_tokens=24), strict=True):
         assert list(result.token_ids) == text[:24]
-
-
-@pytest.mark.parametrize(("block_size", "depth"), [(4, 3), (16, 15)])
-def test_the_text_is_the_trunks(block_size: int, depth: int, tmp_path: Path) -> None:
-    drafting = opened(tmp_path, block_size).load_drafting(TRUNK)
-    decoder = SpeculativeDecoder(TRUNK, drafting, depth, (), max_batch=2)
-    for text, result in zip(texts().values(), decoder.generate(PROMPTS, max_new_tokens=24), strict=True):
-        assert list(result.token_ids) == text[:24]
-        assert result.num_draft_tokens == depth * result.num_drafts > 0
+        assert result.num_draft_tokens == form.depth * result.num_drafts > 0
 
 
 @pytest.mark.parametrize("form", [None, BLOCKS[2]], ids=str)

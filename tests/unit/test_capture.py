@@ -32,7 +32,7 @@ from mtp_train.trunk.load import Trunk
 from plain_decoding import plain_greedy
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from scripted import RereadingDrafter, RereadingDrafting, random_prompt
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 
 @pytest.fixture
@@ -122,34 +122,21 @@ DRAFTING: dict[str, Callable[[Trunk], Drafting | None]] = {
 }
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_replayed_round_does_what_python_did(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
-    trunk = trunk_of(name)
-    assert_replays_as_it_runs(trunk, DRAFTING[drafting](trunk), requests_of(3, Sampling()), as_on_a_gpu)
-
-
 @pytest.mark.parametrize(
-    ("name", "drafting"),
+    ("name", "drafting", "sampling"),
     [
-        ("qwen3_5", "recursive"),
-        ("qwen3_5", "model"),
-        ("glm4_moe", "chained"),
-        ("glm4_moe", "ngram"),
-        ("glm4_moe", "plain"),
+        *((name, drafting, Sampling()) for name in FAMILY_NAMES for drafting in DRAFTING),
+        *((name, drafting, SAMPLED) for name, drafting in (("qwen3_5", "recursive"), ("qwen3_5", "model"))),
+        *(("glm4_moe", drafting, SAMPLED) for drafting in ("chained", "ngram", "plain")),
+        # Sliding windows and compressed keys.
+        *((name, "model", Sampling()) for name in ("mistral", "qwen2", "deepseek_v4")),
     ],
 )
-def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on_a_gpu: list[RecordedGraph]) -> None:
+def test_a_replayed_round_does_what_python_did(
+    name: str, drafting: str, sampling: Sampling, as_on_a_gpu: list[RecordedGraph]
+) -> None:
     trunk = trunk_of(name)
-    assert_replays_as_it_runs(trunk, DRAFTING[drafting](trunk), requests_of(3, SAMPLED), as_on_a_gpu)
-
-
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "deepseek_v4"])
-def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
-    assert name in CACHE_KINDS.values()
-    assert_replays_as_it_runs(
-        trunk_of(name), RereadingDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu
-    )
+    assert_replays_as_it_runs(trunk, DRAFTING[drafting](trunk), requests_of(3, sampling), as_on_a_gpu)
 
 
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:

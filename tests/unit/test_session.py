@@ -20,13 +20,12 @@ import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from calls import calls_of
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder
-from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
-from mtp_inference.session import Lane, Session
+from mtp_inference.session import Session
 from mtp_train.errors import MtpError
 from plain_decoding import plain_greedy
-from scripted import RereadingDrafter, RereadingDrafting, random_prompt
+from scripted import RereadingDrafter, RereadingDrafting, random_prompt, run_ahead
 from tiny import FAMILY_NAMES, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
@@ -115,18 +114,6 @@ def assert_same(results: Sequence[GenerationResult], expected: Sequence[Generati
     assert [said(result) for result in results] == [said(result) for result in expected]
     fixed = [index for index, request in enumerate(mixed_requests("qwen3_5")[: len(results)]) if request.mtp != "auto"]
     assert [counts(results[index]) for index in fixed] == [counts(expected[index]) for index in fixed]
-
-
-def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at every round one round late, as on a GPU."""
-
-    def session(
-        rounds: mtp_inference.decoder.Rounds, lanes: list[Lane], costs: RoundCosts, max_in_flight: int
-    ) -> Session:
-        assert max_in_flight == 0
-        return Session(rounds, lanes, costs, max_in_flight=1)
-
-    monkeypatch.setattr(mtp_inference.decoder, "Session", session)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
