@@ -73,16 +73,22 @@ METHODS: dict[str, tuple[Pack, dict[str, Any]]] = {
 }
 
 
-def pack_head(path: Path, method: str = "awq") -> None:
-    """Pack the head's projections."""
-    pack, settings = METHODS[method]
-    layout, tensors = layout_of(open_checkpoint(path)), load_file(path / SINGLE_FILE)
-    plain = [key for key in tensors if layout.is_head_key(key) and key.endswith("_proj.weight")]
-    assert len(plain) >= 7
+def pack_projections(
+    path: Path, is_chosen: Callable[[str], bool], pack: Pack, settings: dict[str, Any] | None
+) -> list[str]:
+    """Store the chosen projections as a method stores them, and declare the method; return their keys."""
+    tensors = all_tensors(path)
+    plain = [key for key in tensors if key.endswith("_proj.weight") and tensors[key].ndim == 2 and is_chosen(key)]
     for key in plain:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
     save_tensors(tensors, path / SINGLE_FILE)
-    set_fields(path, {"quantization_config": settings})
+    if settings is not None:
+        set_fields(path, {"quantization_config": settings})
+    return plain
+
+
+def pack_head(path: Path, method: str = "awq") -> None:
+    assert len(pack_projections(path, layout_of(open_checkpoint(path)).is_head_key, *METHODS[method])) >= 7
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from test_head_difference import SINGLE_NAMES as LAYERS
-from test_packed_heads import METHODS, Pack, int4, nf4
-from test_quantised import METHODS as LISTS
+from test_packed_heads import METHODS, Pack, int4, nf4, pack_projections
+from test_quantised import FP8 as IN_BLOCKS
 from test_quantised import head_layers, quantisation, quantise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -82,13 +83,8 @@ FORMS: dict[str, tuple[Pack, dict[str, Any]]] = {
 def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
     """Store the projections of a trunk's blocks as a method stores them."""
     pack, settings = FORMS[form]
-    layout, tensors = layout_of(open_checkpoint(path)), all_tensors(path)
-    plain = [key for key in tensors if not layout.is_head_key(key) and key.endswith("_proj.weight")]
-    for key in [key for key in plain if tensors[key].ndim == 2]:
-        tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
-    save_tensors(tensors, path / SINGLE_FILE)
-    if declared:
-        set_fields(path, {"quantization_config": settings})
+    layout = layout_of(open_checkpoint(path))
+    pack_projections(path, lambda key: not layout.is_head_key(key), pack, settings if declared else None)
     return path
 
 
@@ -225,6 +221,44 @@ def test_a_trunk_that_transformers_cannot_read_is_not_decoded(form: str, message
 # A head in plain floats that the exceptions lack
 
 
+def any_regex(patterns: list[str], module: str) -> bool:
+    return any(re.match(pattern, module) for pattern in patterns)
+
+
+def is_dynamic(found: dict[str, Any], module: str) -> bool:
+    return any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module)
+
+
+LISTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "fp8": (
+        {**IN_BLOCKS, "modules_to_not_convert": ["lm_head"]},
+        lambda found, module: module in found["modules_to_not_convert"],
+    ),
+    "ignored_layers": (
+        {**IN_BLOCKS, "ignored_layers": ["lm_head"]},
+        lambda found, module: module in found["ignored_layers"],
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": None},
+        lambda found, module: any(entry in module for entry in found["modules_to_not_convert"]),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}},
+        is_dynamic,
+    ),
+    "gptq without": ({"quant_method": "gptq", "bits": 4}, is_dynamic),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:visual.*"]},
+        lambda found, module: any_regex([entry[3:] for entry in found["ignore"] if entry.startswith("re:")], module),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        lambda found, module: any_regex([entry.replace("*", ".*") for entry in found["ignore"]], module),
+    ),
+}
+"""The settings of each method, and whether its exceptions cover a module."""
+
+
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @pytest.mark.parametrize(("settings", "covers"), LISTS.values(), ids=LISTS.keys())
 def test_a_head_that_no_exception_covers_is_named_and_export_lists_it(
@@ -242,7 +276,13 @@ def test_a_head_that_no_exception_covers_is_named_and_export_lists_it(
     out = paste(found["cure"])
     assert found["cure"].startswith("mtp-train export")
     listed = quantisation(out)
-    assert all(covers(listed, module) for module in head_layers(out))
+    layers = head_layers(out)
+    assert len(layers) > 5
+    assert all(covers(listed, module) for module in layers)
+    # The trunk stays quantised, and the other settings stay the same.
+    assert not covers(listed, "model.layers.0.mlp.down_proj")
+    for name, value in before_lists.items():
+        assert listed[name] == value or set(value or ()) < set(listed[name])
     again = document(["inspect", out], capfd)
     assert (again["cure"], unlisted_layers(open_checkpoint(out), layout_of(open_checkpoint(out)))) == (None, [])
     assert tree(base) == before

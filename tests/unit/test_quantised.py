@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
-from test_packed_heads import int4
+from test_packed_heads import int4, pack_projections
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, holds, own_head, rewrite, same, save_tensors, set_fields
+from checkpoints import all_tensors, base_and_finetune, own_head, rewrite, same, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -57,11 +57,7 @@ def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -
 
 def pack(path: Path, settings: dict[str, Any]) -> None:
     """Store some matrices of the trunk as four-bit methods do: other keys, dtypes and shapes."""
-    tensors = all_tensors(path)
-    for key in [key for key in tensors if key.endswith("self_attn.q_proj.weight")]:
-        tensors |= int4(key.removesuffix(".weight"), tensors.pop(key).shape)
-    save_tensors(tensors, path / SINGLE_FILE)
-    set_fields(path, {"quantization_config": settings})
+    pack_projections(path, lambda key: key.endswith("self_attn.q_proj.weight"), int4, settings)
 
 
 def graft(finetune: Path, base: Path, out: Path) -> int:
@@ -83,65 +79,7 @@ def head_layers(path: Path) -> list[str]:
     ]
 
 
-# A list of exceptions per method
-
-
-def any_regex(patterns: list[str], module: str) -> bool:
-    return any(re.match(pattern, module) for pattern in patterns)
-
-
-def is_dynamic(found: dict[str, Any], module: str) -> bool:
-    return any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module)
-
-
-METHODS: dict[str, tuple[dict[str, Any], Any]] = {
-    "fp8": (
-        {**FP8, "modules_to_not_convert": ["lm_head"]},
-        lambda found, module: module in found["modules_to_not_convert"],
-    ),
-    "ignored_layers": ({**FP8, "ignored_layers": ["lm_head"]}, lambda found, module: module in found["ignored_layers"]),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": None},
-        lambda found, module: any(entry in module for entry in found["modules_to_not_convert"]),
-    ),
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}},
-        is_dynamic,
-    ),
-    "gptq without": ({"quant_method": "gptq", "bits": 4}, is_dynamic),
-    "compressed-tensors": (
-        {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:visual.*"]},
-        lambda found, module: any_regex([entry[3:] for entry in found["ignore"] if entry.startswith("re:")], module),
-    ),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        lambda found, module: any_regex([entry.replace("*", ".*") for entry in found["ignore"]], module),
-    ),
-}
-
-
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-@pytest.mark.parametrize(("settings", "covers"), METHODS.values(), ids=METHODS.keys())
-def test_a_head_in_plain_floats_is_named_in_the_quantisation_config(
-    settings: dict[str, Any], covers: Any, family_name: str, tmp_path: Path, out: Path
-) -> None:
-    base, finetune = base_and_finetune(tmp_path, family_name)
-    pack(finetune, settings)
-    before = all_tensors(finetune)
-    assert graft(finetune, base, out) == 0
-    written, found = all_tensors(out), quantisation(out)
-    assert holds(written, before)
-    layers = head_layers(out)
-    assert len(layers) > 5
-    assert all(covers(found, module) for module in layers)
-    # The trunk stays quantised, and the other settings stay the same.
-    trunk_module = "model.layers.0.mlp.down_proj"
-    assert not covers(found, trunk_module)
-    for name, value in settings.items():
-        assert found[name] == value or set(value or ()) < set(found[name])
-    # A config with the exceptions already is copied byte for byte.
-    assert graft(out, base, tmp_path / "again") == 0
-    assert (tmp_path / "again" / "config.json").read_bytes() == (out / "config.json").read_bytes()
+# The list of exceptions
 
 
 @pytest.mark.skipif(IS_OLD, reason="an older transformers takes layer 3 for layer 30")
