@@ -117,52 +117,42 @@ def test_a_wrong_form_on_a_fine_tune_is_cured_by_retraining(saved: Path, tmp_pat
 # Other drafters, names and layouts
 
 
-def dspark(tensors: Tensors) -> Tensors:
-    blocks = {
-        key.replace("mtp.layers.0", f"mtp.{number}"): value
-        for number in range(3)
-        for key, value in tensors.items()
-        if ".layers.0." in key and key.startswith("mtp.")
-    }
-    trunk = {key: value for key, value in tensors.items() if not key.startswith("mtp.")}
-    markov = {"mtp.2.markov_head.markov_w1": torch.zeros(64, 8), "mtp.2.main_norm.weight": torch.zeros(8)}
-    return trunk | blocks | markov
+MARKOV = {"mtp.2.markov_head.markov_w1": torch.zeros(64, 8), "mtp.2.main_norm.weight": torch.zeros(8)}
+MISTRAL = {"mtp_dspark.layers.0.attention.wq.weight": torch.zeros(8, 8)}
+LARGE_4 = {"model_type": "mistral_large4", "text_config": {"model_type": "mistral_large4_text"}}
 
 
-def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_replaced(
-    saved: Path, tmp_path: Path, out: Path
-) -> None:
-    other = with_tensors(saved / "base", tmp_path / "other", dspark)
-    set_fields(other, {"dspark_block_size": 4, "dspark_target_layer_ids": [1, 3], "dspark_noise_token_id": 5})
-    found, before = inspect(other, saved / "base"), tree(other)
-    assert (found.status, found.cure) == ("foreign", None)
-    assert '{"method":"dspark","num_speculative_tokens":4}' in found.serves["vllm"]
-    assert "DSpark drafter (mtp.2.m" in found.runs_here
-    assert "dspark_block_size 4, dspark_target_layer_ids [1, 3], dspark_noise_token_id 5)" in found.runs_here
-    assert not found.head.unexpected_keys
-    with pytest.raises(CheckpointError, match=r"has the blocks of a DSpark drafter .* expected no drafter, or an MTP"):
-        graft(other, saved / "base", out)
-    with pytest.raises(CheckpointError, match="another kind of drafter than an MTP head; expected a complete head"):
-        graft(saved / "finetune", other, out)
-    assert tree(other) == before
-
-
-@pytest.mark.parametrize("model_type", [None, "mistral_large4"])
+@pytest.mark.parametrize(
+    ("block", "config", "named"),
+    [
+        (MARKOV, {"dspark_block_size": 4}, "(mtp.2.m"),
+        (MISTRAL, {}, "(mtp_dspark.layers.0.att"),
+        # A trunk of which no record knows the keys.
+        (MISTRAL, LARGE_4, "(mtp_dspark.layers.0.att"),
+    ],
+    ids=["under the head's prefix", "its own prefix", "an unknown trunk"],
+)
 def test_a_drafter_beside_a_trunk_of_any_family_is_named(
-    model_type: str | None, saved: Path, tmp_path: Path, out: Path
+    block: Tensors, config: dict[str, Any], named: str, saved: Path, tmp_path: Path, out: Path
 ) -> None:
-    """Mistral Large 4's is ``mtp_dspark.*``, in a trunk of which no record knows the keys."""
-    block = {"mtp_dspark.layers.0.attention.wq.weight": torch.zeros(8, 8)}
     other = with_tensors(saved / "finetune", tmp_path / "other", lambda tensors: tensors | block)
-    if model_type is not None:
-        config = {"model_type": model_type, "text_config": {"model_type": f"{model_type}_text"}}
+    if config is LARGE_4:
         write_json(other / "config.json", config)
-    found = inspect(other)
-    assert (found.status, found.cure, found.head.found_keys) == ("foreign", None, tuple(block))
-    assert "DSpark drafter (mtp_dspark.layers.0.att" in found.runs_here
+    else:
+        set_fields(other, config)
+    found, before = inspect(other), tree(other)
+    assert (found.status, found.cure, {*found.head.found_keys}) == ("foreign", None, {*block})
+    assert not found.head.unexpected_keys
+    assert f"DSpark drafter {named}" in found.runs_here
     assert '"method":"dspark"' in found.serves["vllm"]
+    if config == {"dspark_block_size": 4}:
+        assert '"num_speculative_tokens":4}' in found.serves["vllm"]
+        assert "dspark_block_size 4" in found.runs_here
     with pytest.raises(MtpError, match="DSpark drafter"):
         graft(other, saved / "base", out)
+    with pytest.raises(MtpError):
+        graft(saved / "finetune", other, out)
+    assert tree(other) == before
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])
