@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,16 +191,23 @@ def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
         assert shards(run_dir) == shards(tmp_path / "whole") | finished
 
 
-def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir, save = tmp_path / "run", loop.save
+@contextmanager
+def stopped_at_the_first_save() -> Iterator[None]:
+    save = loop.save
 
     def stopping(*given: Any) -> None:
         save(*given)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "save", stopping)
-    assert one.run(run_dir, one.engine, **CACHED)[0] == 143
-    monkeypatch.setattr(loop, "save", save)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "save", stopping)
+        yield
+
+
+def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with stopped_at_the_first_save():
+        assert one.run(run_dir, one.engine, **CACHED)[0] == 143
     assert one.run(run_dir, lambda payload: Reply(503), **CACHED) == (0, [])
     assert_same_training(run_dir, one.here)
 
@@ -211,14 +220,9 @@ def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so
     def trunk_bytes(*more: str) -> int:
         return check(one.recipe, [f"run_dir={run_dir}", *words, *more]).memory.trunk_bytes
 
-    def stopping(*given: Any) -> None:
-        save(*given)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    save, whole, ends = loop.save, trunk_bytes(), trunk_bytes("train.states.endpoint=http://localhost:1/v1")
+    whole, ends = trunk_bytes(), trunk_bytes("train.states.endpoint=http://localhost:1/v1")
     assert whole > ends
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "save", stopping)
+    with stopped_at_the_first_save():
         assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 143
     assert trunk_bytes() == ends
     # To decode, and to compute states in each step, the whole trunk is needed.

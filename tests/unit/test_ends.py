@@ -6,27 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor
 
 from adapters import write_adapter
 from calls import calls_of
 from checkpoints import holds, save_stripped, save_tensors
-from json_files import write_json
-from launching import metrics
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.runs import pipeline
-from mtp_train.runs.regeneration import data_stage
-from mtp_train.runs.run import Run, join_processes
-from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.training import train_stage
-from mtp_train.runs.trunks import states_of
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import load_ends, load_trunk
-from runs import tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES, tiny_trunk
 
 
@@ -82,35 +72,3 @@ def test_an_lm_head_that_is_packed_is_named(tmp_path: Path) -> None:
     save_tensors(tensors, path / SINGLE_FILE)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is packed; expected a plain embedding and lm_head"):
         load_ends(open_checkpoint(path), dtype=torch.float32)
-
-
-def part(path: Path) -> Path:
-    """Give the layers of a checkpoint a file of their own, and return it."""
-    tensors = load_file(path / SINGLE_FILE)
-    files = {key: "layers.safetensors" if "layers." in key else "ends.safetensors" for key in tensors}
-    for file in set(files.values()):
-        save_tensors({key: tensors[key] for key in tensors if files[key] == file}, path / file)
-    write_json(path / INDEX_FILE, {"metadata": {}, "weight_map": files})
-    (path / SINGLE_FILE).unlink()
-    return path / "layers.safetensors"
-
-
-def test_a_head_is_trained_from_a_complete_cache_without_a_layer_of_the_trunk(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
-    layers = part(inputs / "finetune")
-    asked = {"gate__enabled": False, "train__select": {"every_steps": 2, "share": 0.3}}
-    pipeline.run(tiny_recipe(inputs, tmp_path / "whole", **asked))
-    recipe = tiny_recipe(inputs, tmp_path / "run", train__hidden_cache={}, **asked)
-    directory = RunDirectory(tmp_path / "run")
-    with Progress(disable=True) as progress:
-        accelerator, recipe = join_processes(recipe, directory)
-        run = Run.begin(recipe, directory, accelerator, progress)
-        run.claim()
-        documents = data_stage(run)
-        states_of(run, documents)
-        layers.unlink()
-        train_stage(run, documents)
-    found, expected = (
-        [line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "whole")
-    )
-    assert found == pytest.approx(expected, rel=1e-6)

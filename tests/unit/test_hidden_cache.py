@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from rich.progress import Progress
 from torch import Tensor
 
 from documents import random_documents
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.identity import Contents, checkpoint_files, hash_inputs
+from mtp_train.checkpoints.identity import Contents
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
@@ -25,7 +24,7 @@ from mtp_train.runs import trunks
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train import hidden_cache
 from mtp_train.train.head_training import HeadTraining, MicroBatch
-from mtp_train.train.hidden_cache import CachedStates, HiddenCache, cache_digest
+from mtp_train.train.hidden_cache import CachedStates, HiddenCache
 from mtp_train.train.shard import ShardedStates
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates, isolated_hidden
@@ -170,39 +169,13 @@ def joined(found: list[Document]) -> list[Document]:
     ]
 
 
-def contents_of(path: Path) -> Contents:
-    found = hash_inputs({"trunk": checkpoint_files(open_checkpoint(path))}, {}, Progress(disable=True))
-    return found["trunk"].contents
-
-
-def test_a_name_stands_for_one_trunk_one_text_one_precision(base: Path, finetune: Path) -> None:
-
-    def name(*settings: str | None, dtype: torch.dtype = torch.float32, width: int = 32, **changes: Any) -> str:
-        given = {"trunk": contents_of(finetune), "adapter": None, "documents": documents(), **changes}
-        return cache_digest(*given.values(), *(settings or ("fp32", None)), dtype=dtype, width=width)
-
-    names = [
-        name(),
-        name(trunk=contents_of(base)),
-        name(adapter=contents_of(base)),
-        name(documents=documents(seed=4)),
-        name(documents=documents()[::-1]),
-        name(documents=joined(documents())),
-        name(dtype=torch.bfloat16),
-        name(width=64),
-        name("bf16", None),
-        name("fp32", "8bit"),
-    ]
-    assert len(set(names)) == len(names)
-
-
 def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: Path) -> None:
     """In one directory: what a run passes to the name."""
 
     def directory_of(
         adapter: Contents | None = None,
         trunk: str = "a",
-        seed: int = 3,
+        text: Sequence[Document] = (),
         layers: tuple[int, ...] = (),
         **fields: Any,
     ) -> str:
@@ -218,7 +191,7 @@ def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: P
             ),
             accelerator=Accelerator(cpu=True),
         )
-        cache = trunks.cache_of(run, shared, documents((5, 3), seed=seed), layers)
+        cache = trunks.cache_of(run, shared, [*(text or documents())], layers)
         assert cache.directory.parent == tmp_path / "shared"
         return cache.directory.name
 
@@ -227,7 +200,9 @@ def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: P
         directory_of(trunk="b"),
         directory_of({"adapter_model.safetensors": "a"}),
         directory_of({"adapter_model.safetensors": "b"}),
-        directory_of(seed=4),
+        directory_of(text=documents(seed=4)),
+        directory_of(text=documents()[::-1]),
+        directory_of(text=joined(documents())),
         # Rounded weights that multiply in fp32.
         directory_of(model__dtype="bfloat16"),
         directory_of(train__precision="bf16"),
