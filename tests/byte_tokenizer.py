@@ -25,6 +25,18 @@ CHATML_NEVER_THINKS_ALOUD = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 CHATML_REFUSES = "{{ raise_exception('roles must alternate') }}"
+THINKS = (
+    "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n"
+    "{% endif %}{%- for message in messages %}{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
+    "{{ message.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ message.role }}\n"
+    "{%- if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ message.content }}"
+    '{%- for call in message.tool_calls %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
+    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+    "{{ call.function.arguments | tojson }}{% endif %}}\n</tool_call>{%- endfor %}<|im_end|>\n{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{%- endif %}"
+)
+"""Shaped after Qwen3: tools in the system turn, thinking that a variable switches off."""
 
 
 def byte_tokenizer(chat_template: str | None = CHATML, *, eos: str | None = "<|im_end|>") -> PreTrainedTokenizerFast:

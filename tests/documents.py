@@ -1,7 +1,8 @@
-"""Documents of random tokens."""
+"""Documents of random tokens, and text of random words."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -26,3 +27,9 @@ def random_documents(
         )
         for number, length in enumerate(lengths)
     ]
+
+
+def sentence(seed: str) -> str:
+    """Return six random words, by which a prompt is no near-duplicate of another."""
+    letters = random.Random(seed)
+    return " ".join("".join(letters.choices("abcdefghij", k=5)) for _ in range(6))

@@ -1,4 +1,4 @@
-"""Files of JSON and of a row of JSON a line, read and written."""
+"""Files of JSON and of a row of JSON a line, read and written, and what is written there."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def write_json(path: Path, value: object) -> Path:
 def write_rows(path: Path, rows: Iterable[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def user(text: str) -> dict[str, str]:
+    """Return a turn of a chat as records have it."""
+    return {"role": "user", "content": text}

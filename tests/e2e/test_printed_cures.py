@@ -7,7 +7,6 @@ here by its text until a test pastes it.
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import shutil
@@ -22,6 +21,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from byte_tokenizer import CHATML, byte_tokenizer
 from checkpoints import set_fields
+from documents import sentence
 from json_files import write_rows
 from mtp_train.checkpoints.suggestions import download_command
 from mtp_train.cli.main import build_parser, main, parse
@@ -157,11 +157,6 @@ def paste(command: str) -> list[int]:
     return codes
 
 
-def sentence(seed: str) -> str:
-    letters = random.Random(seed)
-    return " ".join("".join(letters.choices("abcdefghij", k=5)) for _ in range(6))
-
-
 def probes_say_retrain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten probes, and fix their verdict: the random head of a base is no fault, and what they find is chance."""
     shorten_probes(monkeypatch)
@@ -213,6 +208,9 @@ def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
 def test_an_undeclared_head_is_declared_as_printed(own_inputs: Path) -> None:
     base = own_inputs / "base"
     set_fields(base, {"mtp_num_hidden_layers": None})
+    found = mtp.inspect(base)
+    assert (found.status, found.head.declared_modules, found.head.present_modules) == ("undeclared", 0, 1)
+    assert found.serves["vllm"] == "no: the head is there but config.json does not declare it"
     command = cure(base)
     assert paste(command) == [0]
     assert mtp.inspect(shlex.split(command)[-1]).status == "healthy"

@@ -8,22 +8,17 @@ from typing import Any
 
 import pytest
 
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import THINKS, byte_tokenizer
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
 from runs import Capture, document, refusal, write_recipe
 
-TEMPLATE = (
-    "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
-)
 TOOLS = [{"type": "function", "function": {"name": "lookup"}}]
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
 def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    inputs, tokenizer = own_inputs, byte_tokenizer(TEMPLATE)
+    inputs, tokenizer = own_inputs, byte_tokenizer(THINKS)
     tokenizer.save_pretrained(inputs / "finetune")
     asked = [[{"role": "user", "content": f"Weather in {place}?"}] for place in range(40)]
     with (inputs / "prompts.jsonl").open("w") as file:
@@ -50,7 +45,7 @@ def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path:
 
 
 def test_generate_writes_the_prompt_with_the_variables(own_inputs: Path, capfd: Capture) -> None:
-    finetune, tokenizer = own_inputs / "finetune", byte_tokenizer(TEMPLATE)
+    finetune, tokenizer = own_inputs / "finetune", byte_tokenizer(THINKS)
     tokenizer.save_pretrained(finetune)
     short = ["generate", finetune, "--depth", 0, "--max-new-tokens", 4, "--prompt"]
     variables = ["--chat-template-kwargs", "enable_thinking=false", f"tools={json.dumps(TOOLS)}"]

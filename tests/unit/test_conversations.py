@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from byte_tokenizer import CHATML, byte_tokenizer
+from byte_tokenizer import CHATML, THINKS, byte_tokenizer
 from json_files import write_rows
 from mtp_train.checkpoints.tokenizer import require_variables, template_variables
 from mtp_train.data.records import Chat, Record, parse_content, with_variables
@@ -21,18 +21,6 @@ from mtp_train.data.tokenize import build_prompts, template_notes, tokenize_reco
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 
-THINKS = (
-    "{%- if tools %}<|im_start|>system\n# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}<|im_end|>\n"
-    "{% endif %}{%- for message in messages %}{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-    "{{ message.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ message.role }}\n"
-    "{%- if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ message.content }}"
-    '{%- for call in message.tool_calls %}<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
-    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
-    "{{ call.function.arguments | tojson }}{% endif %}}\n</tool_call>{%- endfor %}<|im_end|>\n{% endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n\n{% endif %}{%- endif %}"
-)
-"""Shaped after Qwen3: tools in the system turn, thinking that a variable switches off."""
 LOOPS_OVER_ARGUMENTS = THINKS.replace(
     "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
     "{{ call.function.arguments | tojson }}{% endif %}",

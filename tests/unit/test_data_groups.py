@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from json_files import user
 from mtp_train.data.groups import (
     THRESHOLD,
     holdout_of,
@@ -28,10 +29,6 @@ def sentence(seed: int, num_words: int = 14) -> str:
     return " ".join(random.Random(f"sentence {seed}").choices(WORDS, k=num_words))
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
@@ -42,25 +39,6 @@ def records(contents: list[Content]) -> list[Record]:
 
 def groups(texts: list[str]) -> list[int]:
     return near_duplicate_groups([normalised(text) for text in texts]).tolist()
-
-
-def conversations(count: int) -> list[Content]:
-    """Return conversations of three exchanges, each stored once per exchange, as chat logs often are."""
-    prefixes: list[Content] = []
-    for number in range(count):
-        turns = [turn for n in range(3) for turn in (user(sentence(9 * number + n)), assistant(sentence(n)))]
-        prefixes += [Chat((*turns[: 2 * n],)) for n in (1, 2, 3)]
-    return prefixes
-
-
-def test_prefixes_of_a_conversation_are_on_one_side() -> None:
-    found = join_near_duplicates(records(conversations(100)))
-    train, held_out = split_by_group(found, 0.3, 0)
-    asked_in_training = {one.content.messages[0]["content"] for one in train if isinstance(one.content, Chat)}
-    assert len(train) + len(held_out) == 300
-    assert len(held_out) > 30
-    assert not [one for one in held_out if one.content.messages[0]["content"] in asked_in_training]
-    assert len({one.group for one in found}) == 100
 
 
 def test_case_space_punctuation_and_system_turns_do_not_tell_prompts_apart() -> None:

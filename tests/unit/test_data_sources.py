@@ -12,17 +12,13 @@ from typing import Any
 import datasets
 import pytest
 
-from json_files import write_rows
+from json_files import user, write_rows
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, text_group
 from mtp_train.data.sources import load_records, local_files
 from mtp_train.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from json_files import write_rows
+from json_files import user, write_rows
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
 from mtp_train.evaluation.suites import load_suite, suite_prompts
@@ -21,10 +21,6 @@ TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrit
 def write(path: Path, *rows: object) -> str:
     write_rows(path, rows)
     return str(path)
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def test_a_benchmark_of_several_turns_gives_its_first(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import OPENS, adding_tokenizer, byte_tokenizer
+from json_files import user
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
@@ -31,10 +32,6 @@ CHATML_WITHOUT_SYSTEM = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IGNORES_THE_CHAT = "{% for message in messages %}<|im_start|>{{ message.role }}<|im_end|>{% endfor %}"
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def suite_of(*contents: Content, task: str = "t") -> list[Record]:
