@@ -55,6 +55,19 @@ def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items()}
 
 
+def add_fields(writer: gguf.GGUFWriter, head: gguf.GGUFReader, num_layers: int) -> None:
+    """Add the fields of a head's file as its trunk alone has them."""
+    arch = head.get_field("general.architecture").contents()
+    for key, field in head.fields.items():
+        value = field.contents()
+        if key == f"{arch}.block_count":
+            value = num_layers
+        elif key.startswith(arch) and isinstance(value, list):
+            value = value[:num_layers]
+        if not key.startswith("GGUF.") and not key.endswith((".architecture", ".nextn_predict_layers")):
+            writer.add_key_value(key, value, field.types[0], sub_type=field.types[-1])
+
+
 def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
     """Write a trunk without its head, for a family whose heads are named as layers; ``added`` are further fields."""
     opened = open_checkpoint(checkpoint)
@@ -62,14 +75,7 @@ def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
     record, layers = GGUF_HEADS[opened.text_config["model_type"]], f"{layout.trunk_prefix}layers."
     head = exported(checkpoint, path.with_suffix(".head"), "f32")
     writer = gguf.GGUFWriter(path, record.arch)
-    for name, field in head.fields.items():
-        value = field.contents()
-        if name == f"{record.arch}.block_count":
-            value = config["num_hidden_layers"]
-        elif name.startswith(record.arch) and isinstance(value, list):
-            value = value[: config["num_hidden_layers"]]
-        if not name.startswith("GGUF.") and not name.endswith((".architecture", ".nextn_predict_layers")):
-            writer.add_key_value(name, value, field.types[0], sub_type=field.types[-1])
+    add_fields(writer, head, config["num_hidden_layers"])
     for name, value in added.items():
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     keys = [key for key in opened.tensors if key.startswith(layers) and not layout.is_head_key(key)]

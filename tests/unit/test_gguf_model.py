@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
-from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole, writer_of
+from gguf_files import add_fields, checkpoint_with_head, exported, finish, metadata, values, write_whole, writer_of
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect, rescue
 from mtp_train.checkpoints.gguf.model_file import open_gguf, with_modules
@@ -33,15 +33,8 @@ def write_trunk(path: Path, head: gguf.GGUFReader, parts: int = 1) -> list[Path]
     generator = np.random.default_rng(0)
     for part, name in enumerate(names):
         writer = gguf.GGUFWriter(path.with_name(name), arch)
-        for key, field in head.fields.items() if part == 0 else ():
-            value = field.contents()
-            if key.startswith("GGUF.") or key in ("general.architecture", f"{arch}.nextn_predict_layers"):
-                continue
-            if key == f"{arch}.block_count":
-                value = LAYERS
-            elif key == f"{arch}.attention.recurrent_layers":
-                value = value[:LAYERS]
-            writer.add_key_value(key, value, field.types[0], sub_type=field.types[-1])
+        if part == 0:
+            add_fields(writer, head, LAYERS)
         if parts > 1:
             writer.add_uint16("split.no", part)
             writer.add_uint16("split.count", parts)

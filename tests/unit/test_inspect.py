@@ -75,15 +75,6 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     assert (cured.status, cured.stale, cured.cure) == ("healthy", True, f"mtp-train probe {out} --from {base}")
 
 
-def test_tensors_without_a_count_are_undeclared(base: Path) -> None:
-    set_fields(base, {"mtp_num_hidden_layers": None})
-    found = inspect(base)
-    assert (found.status, found.head.declared_modules, found.head.present_modules) == ("undeclared", 0, 1)
-    assert found.serves["vllm"] == "no: the head is there but config.json does not declare it"
-    assert (found.cure or "").startswith("mtp-train export ")
-    assert inspect(paste(found.cure)).status == "healthy"
-
-
 @pytest.mark.parametrize("other", [0, 3])
 def test_two_declarations_that_differ_are_named_and_cured(other: int, tmp_path: Path) -> None:
     """At the top level of a vision-language model's config, and in its text config."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from test_whole_trunk import takers
 from torch import Tensor
 
 from checkpoints import base_and_finetune, rewrite, save_stripped, save_with_head
@@ -47,15 +47,6 @@ def drawn(family_name: str, directory: Path) -> Path:
     return save_with_head(trunk, head, directory)
 
 
-def takers(path: Path, finetune: Path, out: Path) -> list[list[Any]]:
-    return [
-        ["graft", finetune, "--from", path, "--out", out],
-        ["export", path, "--out", out],
-        ["export", path, "--head-only", "--out", out],
-        ["export", path, "--gguf", "f16", "--out", out],
-    ]
-
-
 @pytest.mark.parametrize("family_name", FAMILIES)
 def test_an_untrained_head_is_named_from_its_own_tensors(family_name: str, tmp_path: Path) -> None:
     found = inspect(drawn(family_name, tmp_path / "drawn"))
@@ -92,7 +83,7 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(
 
     rewrite(path, reset)
     assert inspect(path).status == ("miswired" if zero else "untrained")
-    for argv in takers(path, finetune, out):
+    for argv in (["graft", finetune, "--from", path, "--out", out], *takers(path, out)[1:]):
         message = refusal(argv, capfd)
         assert "expected a trained head" in message
         assert ("zero everywhere" if zero else "was never trained") in message
