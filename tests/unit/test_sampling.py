@@ -145,27 +145,6 @@ def test_noise_is_splitmix64_of_seed_stream_and_position() -> None:
         assert u_BT.tolist() == [[splitmix64(seed, position, stream) for position in positions] for seed in seeds]
 
 
-EDGES = [0.0, 2.0**-24, 0.5, LARGEST_BELOW_1]
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        [0.0, 0.0, 1.0, 0.0, 0.0],
-        [0.0, 0.3, 0.0, 0.7, 0.0],
-        [0.0, 0.0, 0.1, 0.1, 0.1],
-        [0.0, 3.0, 0.0, 5.0, 0.0],
-        [0.0, 1e-30, 0.0, 1e-38, 0.0],
-        [0.0, 1e-45, 0.0, 0.0, 0.0],
-    ],
-)
-def test_a_weight_of_0_is_never_drawn(weights: list[float]) -> None:
-    p_BTV = torch.tensor(weights).expand(1, len(EDGES), -1)
-    tokens = draw(p_BTV, torch.tensor([EDGES]))[0].tolist()
-    assert all(weights[token] > 0.0 for token in tokens)
-    assert tokens[0] == next(token for token, weight in enumerate(weights) if weight > 0.0)
-
-
 def test_a_draw_inverts_the_cumulative_distribution_left_to_right() -> None:
     p_BTV = torch.tensor([0.25, 0.5, 0.25]).expand(1, 6, -1)
     u_BT = torch.tensor([[0.0, 0.2, 0.25, 0.7, 0.75, LARGEST_BELOW_1]])

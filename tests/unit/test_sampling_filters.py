@@ -139,13 +139,25 @@ def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
     assert int((tokens_B != scanned_B).sum()) <= 2
 
 
-@pytest.mark.parametrize("weight", [1.0, 1e-30, 1e-45])
-@pytest.mark.parametrize("places", [[2000], [0, 2559], [511, 512], [700, 701, 1500]])
-def test_a_weight_of_0_is_never_drawn_from_many_blocks(places: list[int], weight: float) -> None:
-    p_BTV = torch.zeros(1, 5, 2560)
-    p_BTV[..., places] = weight
-    tokens_T = draw(p_BTV, torch.tensor([[0.0, 2.0**-24, 0.4999, 0.9999, 1.0 - 2.0**-24]]))[0]
-    assert set(tokens_T.tolist()) <= set(places)
-    assert int(tokens_T[0]) == places[0]
-    if weight > 1e-40:
-        assert int(tokens_T[-1]) == places[-1]
+@pytest.mark.parametrize(
+    ("vocab", "weights"),
+    [
+        *((5, weights) for weights in ({2: 1.0}, {1: 0.3, 3: 0.7}, {2: 0.1, 3: 0.1, 4: 0.1}, {1: 1e-30, 3: 1e-38})),
+        (5, {1: 1e-45}),
+        # Of several blocks.
+        *(
+            (2560, dict.fromkeys(places, weight))
+            for places in ([2000], [0, 2559], [511, 512], [700, 701, 1500])
+            for weight in (1.0, 1e-30, 1e-45)
+        ),
+    ],
+)
+def test_a_weight_of_0_is_never_drawn(vocab: int, weights: dict[int, float]) -> None:
+    p_BTV = torch.zeros(1, 6, vocab)
+    for place, weight in weights.items():
+        p_BTV[..., place] = weight
+    tokens = draw(p_BTV, torch.tensor([[0.0, 2.0**-24, 0.4999, 0.5, 0.9999, 1.0 - 2.0**-24]]))[0].tolist()
+    assert set(tokens) <= weights.keys()
+    assert tokens[0] == min(weights)
+    if min(weights.values()) > 1e-35:
+        assert tokens[-1] == max(weights)

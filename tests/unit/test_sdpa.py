@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_query_blocks import DOCUMENTS, attended, drawn
 from torch import Tensor
 
 import mtp_train.heads.step
@@ -140,20 +141,13 @@ def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it(
 def test_blocks_of_queries_on_a_cpu_attend_to_all_their_keys_and_read_no_others(
     num_key_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    documents_BT = torch.tensor([[0] * 7 + [1] * 3, [0] * 2 + [1] * 8])
-    mask = UnrollMask(documents_BT, 3).whole()[:, None]
-    shapes = ((2, 4, 10, 8), (2, num_key_heads, 30, 8), (2, num_key_heads, 30, 8))
-    inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-    module = torch.nn.Module()
-    module.num_key_value_groups = 4 // num_key_heads
+    inputs, mask = drawn(dtype, 3, num_key_heads), UnrollMask(torch.tensor(DOCUMENTS), 3).whole()[:, None]
 
-    def attended(block_queries: int, mask: Tensor) -> list[Tensor]:
+    def in_blocks(block_queries: int) -> list[Tensor]:
         monkeypatch.setattr(attention, "BLOCK_QUERIES", block_queries)
-        result, _ = attention.masked_attention(module, *inputs, mask, scaling=0.3, dropout=0.0)
-        return [result.detach(), *torch.autograd.grad(result.sin().sum(), inputs)]
+        return attended(inputs, mask)
 
-    whole, blocks = attended(10, mask), attended(4, mask)
+    whole, blocks = in_blocks(10), in_blocks(4)
     for found, expected in zip(blocks, whole, strict=True):
         # In bf16 a bound of 30 terms would allow anything.
         terms = 30 if dtype == torch.float32 else 1
@@ -163,8 +157,8 @@ def test_blocks_of_queries_on_a_cpu_attend_to_all_their_keys_and_read_no_others(
         unread_S = ~mask[0, 0, 8:].any(0)
         for one in inputs[1:]:
             one[0, :, unread_S] = torch.nan
-    assert torch.equal(attended(4, mask)[0][0, 8:], blocks[0][0, 8:])
-    assert attended(10, mask)[0][0, 8:].isnan().any()
+    assert torch.equal(in_blocks(4)[0][0, 8:], blocks[0][0, 8:])
+    assert in_blocks(10)[0][0, 8:].isnan().any()
 
 
 def test_a_mask_of_each_head_is_kept_for_many_queries_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpoints import holds
 from documents import random_documents
-from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import loop
-from mtp_train.train.head_training import HeadTraining, MicroBatch
+from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise, train_head
 from mtp_train.train.select import Selection
@@ -31,7 +31,7 @@ from mtp_train.train.state import newest_whole_step
 from mtp_train.trunk.states import TrunkStates
 from redrafted import unrolled
 from runs import tiny_recipe
-from tiny import FAMILY_NAMES, VOCAB_SIZE, rows_on, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, SEQUENCES = 16, 3, 4
 KINDS: tuple[str, ...] = ("ce", "kl")
@@ -155,19 +155,6 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     names = dict(module.head.named_parameters())
     expected = torch.autograd.grad(torch.stack(weighted).sum(), list(names.values()))
     assert_same_gradient(found, dict(zip(names, expected, strict=True)))
-
-
-@torch.no_grad()
-def test_kl_is_softened_by_the_temperature_it_was_given() -> None:
-    (sequence,) = sequences_of(make_documents(7), pack=False, seq_len_tokens=7)
-    module = training_module(kind="kl", temperature=2.0)
-    batch = collate([sequence])
-    terms = module(MicroBatch(batch, torch.ones(NUM_DEPTHS)))
-    rows = rows_on(module.ends, module.head, batch, NUM_DEPTHS)
-    log_p_NV = torch.log_softmax(module.ends.logits(rows.teacher_ND) / 2.0, dim=-1)
-    log_q_KNV = torch.log_softmax(module.ends.logits(rows.student_KND) / 2.0, dim=-1)
-    loss_KN = 4.0 * (log_p_NV.exp() * (log_p_NV - log_q_KNV)).sum(-1)
-    torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1))
 
 
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)

@@ -102,23 +102,23 @@ def output_rows(module: HeadTraining) -> tuple[Tensor, Tensor]:
 def test_a_head_drafts_by_its_own_output_matrices_or_a_part_of_the_trunk_s(
     kind: str, family_name: str, draft_vocab: Tensor | None
 ) -> None:
-    """Against the loss of a model whose output matrices have no other rows."""
-    batch = batch_of(SEQ_LEN, 9, tokens=FEW)
-    module = training_module(family_name, kind, draft_vocab=draft_vocab)
+    """Against the loss of a model whose output matrices have no other rows, and which kl softens."""
+    batch, heat = batch_of(SEQ_LEN, 9, tokens=FEW), 2.0 if kind == "kl" else 1.0
+    module = training_module(family_name, kind, temperature=heat, draft_vocab=draft_vocab)
     terms, _ = loss_and_gradient(module, batch)
     vocab_R, output_KRD = output_rows(module)
     rows = rows_on(module.ends, module.head, batch, NUM_DEPTHS)
-    q_KNR = torch.softmax(rows.student_KND @ output_KRD.mT, -1)
-    p_NR = torch.softmax(rows.teacher_ND @ module.ends.lm_head_VD[vocab_R].T, -1)
+    q_KNR = torch.softmax(rows.student_KND @ output_KRD.mT / heat, -1)
+    p_NR = torch.softmax(rows.teacher_ND @ module.ends.lm_head_VD[vocab_R].T / heat, -1)
     places_N = (rows.targets_N[:, None] == vocab_R).int().argmax(-1)
     loss_KN = {
-        "kl": (p_NR * (p_NR.log() - q_KNR.log())).sum(-1),
+        "kl": heat**2 * (p_NR * (p_NR.log() - q_KNR.log())).sum(-1),
         "tv": 1 - torch.minimum(q_KNR, p_NR.expand_as(q_KNR)).sum(-1),
         "ce": -q_KNR[:, torch.arange(len(places_N)), places_N].log(),
     }[kind]
     torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1).detach())
     if draft_vocab is not None:
-        whole, _ = loss_and_gradient(training_module(family_name, kind), batch)
+        whole, _ = loss_and_gradient(training_module(family_name, kind, temperature=heat), batch)
         assert (whole.sum_K - terms.sum_K).abs().min() > 0.1
 
 
