@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from json_files import read_json, write_json
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, load_trunk
+from plain_decoding import plain_greedy
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
 
 WRAPPER_CONFIG: dict[str, Any] = {
@@ -174,6 +176,18 @@ def own_head(checkpoint: Checkpoint) -> MtpHead:
     """Load a checkpoint's head in fp32."""
     plan = graft_plan(checkpoint, checkpoint, "auto")
     return build_head(plan, text_config_of(checkpoint), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def assert_lossless(path: Path) -> None:
+    """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
+    checkpoint, prompt = open_checkpoint(path), [5, 9, 3, 44, 60]
+    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    head, plain = own_head(checkpoint), plain_greedy(trunk, prompt, 24, ())
+    for depth in (1, 2, 3):
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([prompt], 24)
+        assert result.num_drafts > 0
+        assert list(result.token_ids) == plain, depth
 
 
 def all_tensors(path: Path) -> dict[str, Tensor]:

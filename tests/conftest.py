@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -97,6 +98,14 @@ def out(tmp_path: Path) -> Path:
 def new_run(tmp_path: Path) -> Path:
     """The path of a run directory that does not exist yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Let SIGINT through: a shell makes its background jobs ignore it, and what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 # Imports inside: most tests read no datasets, and need no run.

@@ -16,6 +16,7 @@ import yaml
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune, set_fields
+from json_files import read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
@@ -65,6 +66,14 @@ def write_headless(
         tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE, num_layers=num_layers).causal_lm.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
+
+
+def passed_report(run_dir: Path, baseline: str) -> Any:
+    """Return the report of a run whose head beat the baseline, and whose drafts changed no text."""
+    report = read_json(run_dir / "report.json")
+    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, baseline)
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    return report
 
 
 def tiny_mapping(directory: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
@@ -204,6 +213,16 @@ def document(argv: list[Any], capfd: Capture, exit_code: int = 0) -> Any:
     capfd.readouterr()
     assert run_command(*argv, "--json") == exit_code
     return json.loads(capfd.readouterr().out)
+
+
+def drafted_by(head: str | Path, depth: int, generate: list[Any], capfd: Capture) -> Any:
+    """Return what a command decodes with a head, whose text is that of plain decoding."""
+    plain, drafted = (
+        document([*generate, "--head", head, "--depth", number], capfd)["requests"][0] for number in (0, depth)
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["num_draft_tokens"] == depth * drafted["num_drafts"] > 0
+    return drafted
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:

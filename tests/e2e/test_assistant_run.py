@@ -19,7 +19,19 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import BYTE_VOCAB_SIZE, GETS_NO_BETTER, LEARNS, Capture, document, refusal, tree, write_inputs, write_recipe
+from runs import (
+    BYTE_VOCAB_SIZE,
+    GETS_NO_BETTER,
+    LEARNS,
+    Capture,
+    document,
+    drafted_by,
+    passed_report,
+    refusal,
+    tree,
+    write_inputs,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
 RUN: dict[str, Any] = {
@@ -55,11 +67,8 @@ def run_dir(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_retrained_for_the_trunk_and_passes_the_gate(run_dir: Path) -> None:
-    report = read_json(run_dir / "report.json")
-    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "graft")
-    stale, retrained = (report["arms"][arm]["tau_ci95"] for arm in ("graft", "retrained"))
-    assert retrained[0] > stale[1]
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    arms = passed_report(run_dir, "graft")["arms"]
+    assert arms["retrained"]["tau_ci95"][0] > arms["graft"]["tau_ci95"][1]
 
 
 def test_the_export_is_an_assistant_that_differs_in_what_was_trained(
@@ -73,19 +82,9 @@ def test_the_export_is_an_assistant_that_differs_in_what_was_trained(
     found = document(["inspect", run_dir / "export", "--base", inputs / "finetune"], capfd)
     assert (found["family"], found["status"]) == ("assistant", "healthy")
     ask = ["generate", inputs / "finetune", "--chat", "--prompt", "say 3", "--max-new-tokens", 24]
-    plain = document([*ask, "--depth", 0], capfd)["requests"][0]
-    (drafted,) = document([*ask, "--head", run_dir / "export", "--depth", 3], capfd)["requests"]
-    assert drafted["token_ids"] == plain["token_ids"]
+    drafted = drafted_by(run_dir / "export", 3, ask, capfd)
     assert drafted["num_accepted_tokens"] > 0
     assert document([*ask, "--head", run_dir / "head", "--depth", 3], capfd)["requests"] == [drafted]
-
-
-def test_transformers_drafts_the_same_with_the_export(run_dir: Path, inputs: Path) -> None:
-    trunk = AutoModelForCausalLM.from_pretrained(inputs / "finetune", dtype=torch.float32)
-    drafter = AutoModelForCausalLM.from_pretrained(run_dir / "export", dtype=torch.float32)
-    prompt = torch.tensor([byte_tokenizer()("say 3")["input_ids"]])
-    plain = trunk.generate(prompt, max_new_tokens=16, do_sample=False)
-    assert torch.equal(trunk.generate(prompt, assistant_model=drafter, max_new_tokens=16, do_sample=False), plain)
 
 
 def lora_on_keys(inputs: Path, out: Path, scale: float) -> Path:

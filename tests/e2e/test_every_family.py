@@ -14,22 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from checkpoints import all_tensors, holds, own_head
+from checkpoints import all_tensors, assert_lossless, holds
 from json_files import read_json
-from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from mtp_train.trunk.load import load_trunk
-from plain_decoding import plain_greedy
 from repository import RECIPES
-from runs import LEARNS, Capture, document, overrides_of, write_headless, write_inputs, write_recipe
+from runs import LEARNS, Capture, document, overrides_of, passed_report, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
-NEW_TOKENS = 24
-PROMPT = [5, 9, 3, 44, 60]
 SHORT = {**LEARNS, "train__max_steps": 40, "evaluate__arms": ["none", "graft", "retrained"]}
 # Its divided logits leave a random trunk nearly without preferences: there is less to learn from a token.
 LONGER = {"inkling": {"train__max_steps": 80}}
@@ -110,9 +103,7 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     assert (after["status"], after["serves"]) == ("healthy", planned["serves"])
 
     run_dir = tmp_path / "runs" / "attached"
-    report = read_json(run_dir / "report.json")
-    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    passed_report(run_dir, "none")
     exported = all_tensors(run_dir / "export")
     assert holds(exported, all_tensors(trunk))
     assert_lossless(run_dir / "export")
@@ -120,16 +111,3 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
 
 def inspected(capfd: Capture, checkpoint: Path, *more: object) -> Any:
     return document(["inspect", checkpoint, *more], capfd)
-
-
-@torch.inference_mode()
-def assert_lossless(path: Path) -> None:
-    """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
-    checkpoint = open_checkpoint(path)
-    trunk = load_trunk(checkpoint, dtype=torch.float32)
-    head = own_head(checkpoint)
-    plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
-    for depth in (1, 2, 3):
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)
-        assert result.num_drafts > 0
-        assert list(result.token_ids) == plain, depth

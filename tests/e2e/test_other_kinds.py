@@ -28,6 +28,8 @@ from runs import (
     TINY_RESCUE,
     Capture,
     document,
+    drafted_by,
+    passed_report,
     refusal,
     shorten_probes,
     tree,
@@ -69,14 +71,9 @@ def test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly(
     kind: str, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     run_dir, trunk = runs[kind], inputs / "finetune"
-    report = read_json(run_dir / "report.json")
-    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    passed_report(run_dir, "none")
     ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 16]
-    plain = document([*ask, "--depth", 0], capfd)["requests"][0]
-    (drafted,) = document([*ask, "--head", run_dir / "head", "--depth", 2], capfd)["requests"]
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["num_draft_tokens"] == 2 * drafted["num_drafts"] > 0
+    drafted = drafted_by(run_dir / "head", 2, ask, capfd)
     export = run_dir / "export"
     assert document([*ask, "--head", export, "--depth", 2], capfd)["requests"] == [drafted]
 
@@ -115,17 +112,6 @@ def test_a_draft_model_of_another_trunk_or_half_a_one_is_refused(
     save_file(tensors, draft / "model.safetensors")
     write_json(draft / "config.json", {**config, "vocab_size": 7})
     assert "vocab_size is 7, in " in refusal([*ask, draft], capfd)
-
-
-def test_one_comparison_has_them_all(runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    arms = [f"{kind}={inputs / 'finetune'}+{path / 'head'}" for kind, path in runs.items()]
-    flags = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 3, "--max-new-tokens", 12, "--depths", 2]
-    report = document(["compare", *arms, *flags, "--out", tmp_path / "out"], capfd)
-    taus = {cell["arm"]: cell["tau"] for cell in report["cells"]}
-    assert taus.keys() == {"none", *KINDS}
-    assert all(taus[kind] >= 1 for kind in KINDS)
-    lossless = report["lossless"]
-    assert lossless["identical"] + lossless["sampled"] == lossless["checked"] > lossless["sampled"] > 0
 
 
 def test_it_is_retrained_from_its_run(runs: dict[str, Path], inputs: Path, tmp_path: Path) -> None:

@@ -30,13 +30,7 @@ from mtp_train.runs import run as run_module
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from runs import LEARNS, Capture, copy_run, run_command, tiny_recipe, tree
 
-
-@pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """Let SIGINT through: a shell makes its background jobs ignore it, and what they start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("heard")
 
 
 # Interrupted

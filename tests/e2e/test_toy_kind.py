@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from json_files import read_json
 from mtp_train import head_kinds
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.errors import RecipeError
@@ -24,7 +23,7 @@ from mtp_train.families.spec import Wiring
 from mtp_train.head_kinds import HeadKind, register_kind
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import ATTACH, Capture, document, refusal, write_headless, write_recipe
+from runs import ATTACH, Capture, document, drafted_by, passed_report, refusal, write_headless, write_recipe
 
 DEEPEST = 9
 
@@ -81,19 +80,14 @@ def test_it_takes_one_record_to_train_decode_judge_and_export_another_kind(tmp_p
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)
     assert "head.kind=toy" not in str(document(["check", recipe], capfd))
     assert pipeline.run(load_recipe(recipe)).stage == "done"
-    report = read_json(tmp_path / "run/report.json")
-    assert report["gate"]["passed"]
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    passed_report(tmp_path / "run", "none")
     trained = load_artifact(tmp_path / "run/head")
     assert (trained.family.kind.name, [one.key for one in trained.head.tensors]) == ("toy", ["toy.weight"])
 
     export, trunk = tmp_path / "run/export", inputs / "finetune"
     assert document(["inspect", export, "--base", trunk], capfd)["status"] == "healthy"
-    ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 24, "--head", export, "--depth"]
-    plain = document([*ask, 0], capfd)["requests"][0]
-    (deep,) = document([*ask, DEEPEST], capfd)["requests"]
-    assert deep["token_ids"] == plain["token_ids"]
-    assert deep["num_draft_tokens"] == DEEPEST * deep["num_drafts"] > 0
-    assert f"expected 0 to {DEEPEST}." in refusal([*ask, DEEPEST + 1], capfd)
+    ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 24]
+    drafted_by(export, DEEPEST, ask, capfd)
+    assert f"expected 0 to {DEEPEST}." in refusal([*ask, "--head", export, "--depth", DEEPEST + 1], capfd)
     with pytest.raises(RecipeError, match=r"head\.num_depths: 10 with head\.kind: toy; expected 9 or less"):
         load_recipe(recipe, ["head.num_depths=10"])

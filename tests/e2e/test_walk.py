@@ -48,7 +48,6 @@ PAGES = ("README.md", *(f"recipes/{name}.md" for name in ("rescue", "retrain", "
 # Engines, other models, and what has a test of its own: GGUF files, drafts of an engine, a server of states.
 NOT_HERE = re.compile(r"[a-z]\.endpoint|gguf|gemma|drafts\.jsonl|vanilla_vs_distill|\.\.\.|eval/")
 SERVER = re.compile(r"http://[\w.]+:\d+(?:/v1)?")
-REFUSES = "mtp-train check no-such.yaml"
 
 
 def server_of(word: str, command: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.runs.engine_wirings import OURS
 
 HEADS = sorted(str(path.parent.relative_to(HERE)) for path in HERE.rglob(EXPECTED))
-DRAFT_MODELS = [head for head in HEADS if "/" in head]
 
 
 def texts_of(head: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.runs import rescue
 from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.transformers_private import CACHE
-from runs import BYTE_VOCAB_SIZE, Capture, document, few_timed_prompts, refusal, shorten_probes
+from runs import BYTE_VOCAB_SIZE, Capture, document, drafted_by, few_timed_prompts, refusal, shorten_probes
 from scripted import drafted_in_rounds, plain_texts, random_prompt
 from tiny import tiny_trunk
 
@@ -196,11 +196,9 @@ def test_the_commands_decode_with_it_and_name_it(release: Path, capfd: Capture) 
     found = document(["inspect", release], capfd)
     assert (found["family"], found["status"], found["runs_here"]) == ("deepseek_v4_dspark", "healthy", "yes")
     assert f'{{"method":"dspark","num_speculative_tokens":{BLOCK}}}' in found["serves"]["vllm"]
-    generate = ["generate", release, "--prompt", "Hello", "--max-new-tokens", 9, "--depth"]
-    drafted, plain = (document([*generate, depth], capfd)["requests"][0] for depth in (BLOCK, 0))
-    assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["num_draft_tokens"] == BLOCK * drafted["num_drafts"] > 0
-    assert f"expected 0 to {BLOCK}." in refusal([*generate, BLOCK + 1], capfd)
+    generate = ["generate", release, "--prompt", "Hello", "--max-new-tokens", 9]
+    drafted_by("own", BLOCK, generate, capfd)
+    assert f"expected 0 to {BLOCK}." in refusal([*generate, "--depth", BLOCK + 1], capfd)
     assert open_model(str(release), "own").deepest == BLOCK
 
 

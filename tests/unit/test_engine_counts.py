@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_engine_drafts import as_it_is, with_halves_swapped
 
 from drafting_server import Dialect, DraftingServer
 from engines.ours import with_state_before_norm
@@ -20,11 +21,6 @@ DEPTH = 3
 Fault = Callable[[Any], object]
 
 
-def with_halves_swapped(head: Any) -> None:
-    weight = head.get_parameter("blocks.0.proj.weight")
-    weight.data = weight.data.roll(weight.shape[1] // 2, 1)
-
-
 def with_norms_plus_one(head: Any) -> None:
     for name, parameter in head.named_parameters():
         if name.endswith(("embed_norm.weight", "hidden_norm.weight")):
@@ -34,10 +30,6 @@ def with_norms_plus_one(head: Any) -> None:
 def drafting_one_token(head: Any) -> None:
     """No draft is accepted."""
     head.project = lambda depth, state, shared: torch.zeros_like(shared(state)).index_fill(-1, torch.tensor(3), 1.0)
-
-
-def as_it_is(head: Any) -> None:
-    """The control."""
 
 
 def server(

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -57,14 +56,6 @@ def test_a_process_ends(program: str, word: str, expected: tuple[int, str, str])
     command = [sys.executable, "-c", program, word]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == expected
-
-
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """Let SIGINT through: a shell makes its background jobs ignore it, and what they start."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heard")
