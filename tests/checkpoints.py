@@ -182,7 +182,7 @@ def own_head(checkpoint: Checkpoint) -> MtpHead:
 def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
     checkpoint, prompt = open_checkpoint(path), [5, 9, 3, 44, 60]
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
+    trunk = load_trunk(checkpoint, dtype=torch.float32)
     head, plain = own_head(checkpoint), plain_greedy(trunk, prompt, 24, ())
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([prompt], 24)
