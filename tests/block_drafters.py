@@ -97,7 +97,8 @@ class BlockForm:
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors beside those of the layers."""
-        hidden, generator = TRUNK.config.hidden_size, torch.Generator().manual_seed(7)
+        hidden = TRUNK.config.hidden_size
+        generator = torch.Generator().manual_seed(7)
         rows = len(CHOSEN) if self.chosen else VOCAB_SIZE
         shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (rows, hidden)} if self.chosen else {}
         if self.is_spark:
@@ -146,7 +147,8 @@ class BlockForm:
     def drafted(self, text: Sequence[int], num_drafts: int, choose: Callable[[Tensor], int]) -> list[int]:
         """Draft after a text; ``choose`` gets the logits (V,) of each draft."""
         states_TD = self._states(text)
-        memory_R, drafts = torch.zeros(RANK), []
+        memory_R = torch.zeros(RANK)
+        drafts = []
         first = 0 if self.anchor else 1
         for row in range(first + num_drafts):
             before = drafts[-1] if drafts else text[-1]
@@ -160,7 +162,8 @@ class BlockForm:
 
     def _states(self, text: Sequence[int]) -> Tensor:
         """Return the states of the whole block, (T, D)."""
-        target, num_read = TRUNK.causal_lm, len(text) - 1
+        target = TRUNK.causal_lm
+        num_read = len(text) - 1
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         block = torch.tensor([[text[-1], *[self.mask] * (self.block_size - 1)]])
         positions = torch.arange(num_read + self.block_size)

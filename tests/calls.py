@@ -9,7 +9,8 @@ import pytest
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
     """Return the list to which each call from now on of an owner's function adds its positional arguments."""
-    calls, stock = list[tuple[Any, ...]](), getattr(owner, name)
+    calls = list[tuple[Any, ...]]()
+    stock = getattr(owner, name)
 
     def noted(*given: Any, **settings: Any) -> Any:
         calls.append(given)

@@ -181,9 +181,11 @@ def own_head(checkpoint: Checkpoint) -> MtpHead:
 @torch.inference_mode()
 def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
-    checkpoint, prompt = open_checkpoint(path), [5, 9, 3, 44, 60]
+    checkpoint = open_checkpoint(path)
+    prompt = [5, 9, 3, 44, 60]
     trunk = load_trunk(checkpoint, dtype=torch.float32)
-    head, plain = own_head(checkpoint), plain_greedy(trunk, prompt, 24, ())
+    head = own_head(checkpoint)
+    plain = plain_greedy(trunk, prompt, 24, ())
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([prompt], 24)
         assert result.num_drafts > 0
@@ -206,7 +208,8 @@ def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def shared_by_the_head(path: Path) -> list[str]:
     """Assert that the head's copies of the embedding and the lm_head equal the trunk's; return their keys."""
-    layout, tensors = layout_of(open_checkpoint(path)), all_tensors(path)
+    layout = layout_of(open_checkpoint(path))
+    tensors = all_tensors(path)
     repeated = [key for key in tensors if layout.is_head_key(key) and layout.shared_key(key) is not None]
     for key in repeated:
         is_output = key.endswith("head.weight") and layout.lm_head_key in tensors

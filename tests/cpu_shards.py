@@ -34,7 +34,8 @@ COMMANDS = ("probe", "rescue")
 
 def die_before(step: int) -> None:
     """Have this process killed when it is about to do a step of this run, counted from 0."""
-    optimise, calls = loop.optimise, iter(range(step))
+    optimise = loop.optimise
+    calls = iter(range(step))
 
     def optimise_or_die(*args: Any) -> Any:
         if next(calls, None) is None:
@@ -51,7 +52,8 @@ def die_in(module: str, function: str) -> None:
 
 def fill_disk_after(number: int) -> None:
     """Leave this process no room for more than so many files of hidden states."""
-    write, calls = hidden_cache.write_safetensors, iter(range(number))
+    write = hidden_cache.write_safetensors
+    calls = iter(range(number))
 
     def write_or_fail(path: Path, *args: Any) -> None:
         if next(calls, None) is None:

@@ -71,8 +71,10 @@ def add_fields(writer: gguf.GGUFWriter, head: gguf.GGUFReader, num_layers: int) 
 def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
     """Write a trunk without its head, for a family whose heads are named as layers; ``added`` are further fields."""
     opened = open_checkpoint(checkpoint)
-    layout, config = layout_of(opened), config_of(opened)
-    record, layers = GGUF_HEADS[opened.text_config["model_type"]], f"{layout.trunk_prefix}layers."
+    layout = layout_of(opened)
+    config = config_of(opened)
+    record = GGUF_HEADS[opened.text_config["model_type"]]
+    layers = f"{layout.trunk_prefix}layers."
     head = exported(checkpoint, path.with_suffix(".head"), "f32")
     writer = gguf.GGUFWriter(path, record.arch)
     add_fields(writer, head, config["num_hidden_layers"])
@@ -110,7 +112,8 @@ def writer_of(head: gguf.GGUFReader, path: Path, *, packed: bool = False) -> ggu
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
     for tensor in head.tensors:
-        data, stored = tensor.data, tensor.tensor_type
+        data = tensor.data
+        stored = tensor.tensor_type
         if packed and len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
             stored = gguf.GGMLQuantizationType.Q4_0
             data = gguf.quants.quantize(data, stored)

@@ -28,7 +28,8 @@ class InTurn(nn.ModuleList):
 class AttentionThenMlp(nn.Module):
     def __init__(self, attention: Any, mlp: Any, norm: Any, config: Any) -> None:
         super().__init__()
-        self.self_attn, self.mlp = attention(config, 0), mlp(config)
+        self.self_attn = attention(config, 0)
+        self.mlp = mlp(config)
         self.input_layernorm, self.post_attention_layernorm = (
             norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
         )
@@ -319,7 +320,8 @@ def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor,
     config = copy.deepcopy(trunk.config)
     for name, value in hand.config.items():
         setattr(config, name, value)
-    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     name = hand.classes or trunk.family.name
     classes = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     layer = getattr(classes, hand.layer)(config, 0) if isinstance(hand.layer, str) else hand.layer(classes, config)
@@ -338,7 +340,8 @@ def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor,
 
     has_streams = isinstance(hand.proj, tuple)
     if has_streams and not hand.joined:
-        hidden, embeds = hidden.unflatten(-1, (-1, embeds.shape[-1])), embeds[:, :, None]
+        hidden = hidden.unflatten(-1, (-1, embeds.shape[-1]))
+        embeds = embeds[:, :, None]
     eps = config.to_dict()[hand.eps]
 
     def norm(state: Tensor, name: str) -> Tensor:

@@ -51,14 +51,16 @@ def commits_another(one_in: int) -> Fault:
     """Commit the best token that is not the right one, once in so many tokens of a batch."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        stock, num_committed = Chooser.verify, 0
+        stock = Chooser.verify
+        num_committed = 0
 
         def verify(self: Chooser, logits_BTV: Tensor, *rest: Any) -> Verdict:
             nonlocal num_committed
             verdict = stock(self, logits_BTV, *rest)
             tokens_BT = verdict.tokens_BK1.clone()
             for row, accepted in enumerate(verdict.num_accepted_B.tolist()):
-                before, num_committed = num_committed, num_committed + accepted + 1
+                before = num_committed
+                num_committed = num_committed + accepted + 1
                 if before // one_in != num_committed // one_in:
                     best, second = logits_BTV[row, accepted].topk(2).indices
                     tokens_BT[row, accepted] = second if tokens_BT[row, accepted] == best else best
@@ -132,7 +134,8 @@ def late_positions(trunk: Trunk, every: int = 1) -> Fault:
                 cos_BTX, sin_BTX = kwargs["position_embeddings"]
                 if 1 < cos_BTX.shape[1] <= 8:
                     step_cos, step_sin = rotary(cos_BTX, torch.ones(1, 1, dtype=torch.long))
-                    late_cos, late_sin = cos_BTX.clone(), sin_BTX.clone()
+                    late_cos = cos_BTX.clone()
+                    late_sin = sin_BTX.clone()
                     late_cos[:, 1:] = (cos_BTX * step_cos - sin_BTX * step_sin)[:, 1:]
                     late_sin[:, 1:] = (sin_BTX * step_cos + cos_BTX * step_sin)[:, 1:]
                     kwargs["position_embeddings"] = late_cos, late_sin
@@ -156,7 +159,8 @@ def sees_one_later_token(patch: pytest.MonkeyPatch) -> None:
 
 def sees_a_rejected_key(patch: pytest.MonkeyPatch) -> None:
     """Leave the key and value of a rejected draft in the place of the token that was committed instead."""
-    commit, update = WindowCache.commit, AttentionStore.update
+    commit = WindowCache.commit
+    update = AttentionStore.update
     num_kept_B: Tensor | None = None
 
     def noted(cache: WindowCache, kept_B: Tensor | None) -> None:
@@ -196,7 +200,8 @@ def coarse_keys(patch: pytest.MonkeyPatch) -> None:
 
     def coarse(store: AttentionStore, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if is_verified(store, keys):
-            keys, values = keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype)
+            keys = keys.bfloat16().to(keys.dtype)
+            values = values.bfloat16().to(values.dtype)
         return update(store, keys, values, *args, **kwargs)
 
     patch.setattr(AttentionStore, "update", coarse)

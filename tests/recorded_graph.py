@@ -164,7 +164,8 @@ class RecordedDevice:
         assert capture_error_mode == "thread_local"
         self.empty_cache()
         assert pool == (None if len(graph.made) == 1 else "pool")
-        before, self.stream = self.stream, stream
+        before = self.stream
+        self.stream = stream
         try:
             with pytest.MonkeyPatch.context() as patch, graph.recorder:
                 # Reads the memory without an operation.

@@ -46,7 +46,8 @@ def states_from_scratch(
 ) -> list[Tensor]:
     """Return the state (D,) that the draft of every depth is read from; drafts that are not given are added."""
     chained = head.chaining == "chained"
-    text, states = list(tokens), []
+    text = list(tokens)
+    states = []
     hidden_BTD = trunk.head_input(trunk.hidden(torch.tensor([text])), head.convention)[:, :-1]
     for depth_now in range(1, depth + 1):
         first = depth_now if chained else 1

@@ -221,7 +221,8 @@ class BatchRun:
     ) -> None:
         size = BatchSize(len(prompts), 128, depth, max_window=max(prefill_chunk, depth + 1, 8), num_stops=1)
         self.batch = Batch(trunk, drafting, size, prefill_chunk=prefill_chunk)
-        self.cache, self.drafter = self.batch.cache, self.batch.drafter
+        self.cache = self.batch.cache
+        self.drafter = self.batch.drafter
         self.batch.depth_B.fill_(depth)
         self.tokens = [list(prompt) for prompt in prompts]
         self.pending = [1] * len(prompts)

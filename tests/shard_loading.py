@@ -89,7 +89,8 @@ def described(trunk: Trunk) -> dict[str, tuple[Any, ...]]:
 
 def differences(found: Trunk, expected: Trunk) -> list[str]:
     """Return the names of parameters and buffers that differ in anything."""
-    ours, theirs = described(found), described(expected)
+    ours = described(found)
+    theirs = described(expected)
     return [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
 
 
@@ -122,12 +123,14 @@ def whole_bytes(module: nn.Module) -> int:
 
 def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str, Any]:
     """Return in what a trunk loaded in shards differs from one that is sharded afterwards, and both peaks."""
-    name, dtype = case.split(", ")[0], torch.bfloat16 if case.endswith(HALF) else torch.float32
+    name = case.split(", ")[0]
+    dtype = torch.bfloat16 if case.endswith(HALF) else torch.float32
     whole = tiny_trunk(name, tied=case.endswith(TIED))
     if accelerator.is_main_process:
         save_stripped(whole, directory / case)
     accelerator.wait_for_everyone()
-    before, now = Peak(), Peak()
+    before = Peak()
+    now = Peak()
     expected = sharded_afterwards(directory / case, dtype, before)
     found = sharded_while_loading(directory / case, dtype, now, accelerator)
     unequal = differences(found, expected)
@@ -147,7 +150,8 @@ def compare(case: str, directory: Path, accelerator: RunAccelerator) -> dict[str
 
 def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str]:
     """Return the error of each process where the last one has a truncated file."""
-    path, is_last = directory / case, accelerator.process_index == accelerator.num_processes - 1
+    path = directory / case
+    is_last = accelerator.process_index == accelerator.num_processes - 1
     if is_last:
         path = Path(shutil.copytree(path, directory / "damaged"))
     checkpoint = open_checkpoint(path)

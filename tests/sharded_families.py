@@ -131,14 +131,17 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
     """Run a case's trunk over a sequence, another one in each process."""
     trunk = trunk_of(case)
     batch = collate([sequences(0)[accelerator.process_index]])
-    tokens_1T, document_1T = batch.tokens_BT, batch.document_BT
+    tokens_1T = batch.tokens_BT
+    document_1T = batch.document_BT
     expected = isolated_hidden(trunk, tokens_1T, document_1T)
-    whole, states = held(trunk.layers), ShardedStates(trunk)
+    whole = held(trunk.layers)
+    states = ShardedStates(trunk)
     gather_in(states, states.ends, accelerator)
     rows = [[sequences(0)[rank]] for rank in range(accelerator.num_processes)]
     prepared = states.prepare(rows, accelerator.process_index)
     off = float((states(tokens_1T, document_1T, prepared) - expected).abs().max())
-    kept, layers = held(trunk.layers), [weakref.ref(layer) for layer in trunk.layers]
+    kept = held(trunk.layers)
+    layers = [weakref.ref(layer) for layer in trunk.layers]
     del states, trunk
     gc.collect()
     return Kept(off, whole, kept, sum(layer() is not None for layer in layers))
@@ -175,7 +178,8 @@ def module_of(case: str, accelerator: Accelerator) -> HeadTraining:
 def recording(new: str, old: str) -> Iterator[list[tuple[str, int]]]:
     """Yield a list that gets dtype and size of the result of every call of a collective, which torch 2.13 renamed."""
     name = new if hasattr(torch.distributed, new) else old
-    collective, found = getattr(torch.distributed, name), list[tuple[str, int]]()
+    collective = getattr(torch.distributed, name)
+    found = list[tuple[str, int]]()
 
     def recorded(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found.append((str(output.dtype), output.numel()))
@@ -189,7 +193,8 @@ def recording(new: str, old: str) -> Iterator[list[tuple[str, int]]]:
 def train(case: str, accelerator: RunAccelerator) -> Trained:
     """Train a case for two steps."""
     module = module_of(case, accelerator)
-    whole, layers = held(module.states), held(module.ends.layers)
+    whole = held(module.states)
+    layers = held(module.ends.layers)
     weights = module.head.named_parameters()
     rounded = sum(one.numel() for name, one in weights if one.ndim > 1 and not name.endswith("gate.weight"))
     recipe = tiny_recipe(
@@ -229,7 +234,8 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
             )
             accelerator.wait_for_everyone()
     trunk = module.ends
-    kept, kept_ends = held(trunk), held(trunk) - held(trunk.layers)
+    kept = held(trunk)
+    kept_ends = held(trunk) - held(trunk.layers)
     if shards_trunk(accelerator):
         give_up_shards(trunk, accelerator)
     reference = weakref.ref(trunk)
@@ -237,7 +243,8 @@ def train(case: str, accelerator: RunAccelerator) -> Trained:
     gc.collect()
     left = reference()
     remain = 0 if left is None else held(left)
-    gathered, summed = gathers.count(("torch.bfloat16", rounded)), sorted({dtype for dtype, _ in sums})
+    gathered = gathers.count(("torch.bfloat16", rounded))
+    summed = sorted({dtype for dtype, _ in sums})
     return Trained(lines.losses, whole, kept, remain, whole - layers, kept_ends, rounded, gathered, summed)
 
 

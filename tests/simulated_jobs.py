@@ -144,7 +144,8 @@ def everything_there() -> Iterator[torch.device]:
 
 def refusals(device: torch.device) -> dict[str, Any]:
     """Return the errors for tensors of both devices, and the results of operations that take both."""
-    there, said = torch.ones(3, device=device), []
+    there = torch.ones(3, device=device)
+    said = []
     for operation in (lambda: there + torch.ones(3), lambda: there.index_select(0, torch.tensor([1]))):
         try:
             operation()
@@ -204,13 +205,15 @@ def steps_waits(
     copies of memory that is not page-locked.
     """
     used = tiny_recipe(directory, directory, **WAITS)
-    plan, trunk = plan_of(used, 1), tiny_trunk(name)
+    plan = plan_of(used, 1)
+    trunk = tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {}
     states = KeptStates(trunk, width=trunk.state_width, dtype=torch.float32) if keeps else TrunkStates(trunk)
     module = HeadTraining(states, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
     chosen: dict[str, Any] = {"num_depths": 3, "num_starts": num_starts}
-    forward, marks = HeadTraining.forward, list[int]()
+    forward = HeadTraining.forward
+    marks = list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
         pinned = list[Tensor]()
         patch.setattr(loop, "_PINNING", (DEVICE,) if pins else ())
@@ -246,7 +249,8 @@ def waits(directory: Path) -> dict[str, list[list[str]]]:
 
 def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run a job up to its report, then decode and evaluate with its head; the gate may refuse such a short one."""
-    inputs, run_dir = write_inputs(directory / "in"), directory / "run"
+    inputs = write_inputs(directory / "in")
+    run_dir = directory / "run"
     with contextlib.suppress(GateRefusedError):
         pipeline.run(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
@@ -266,7 +270,8 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
 
 def main() -> None:
     """Do what the command line names."""
-    directory, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
+    directory = Path(sys.argv[1])
+    asked = json.loads(sys.argv[2])
     with everything_there() as device:
         do: dict[str, Callable[[Any], Any]] = {
             "refusals": lambda _: refusals(device),

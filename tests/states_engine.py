@@ -45,7 +45,8 @@ class Engine:
         directory.mkdir(exist_ok=True)
 
     def __call__(self, payload: dict[str, Any]) -> Reply:
-        prompt, answers = payload["prompt"], payload["max_tokens"] > 1
+        prompt = payload["prompt"]
+        answers = payload["max_tokens"] > 1
         token_ids = [*prompt, *self.answer[:-1]] if answers else prompt
         path = self.directory / f"{next(self.numbers)}.safetensors"
         with self.lock:
@@ -71,7 +72,8 @@ class Engine:
 def states_of(checkpoint: Path, layers: Sequence[int], num_fewer: int = 0) -> Compute:
     """Return the states of a trunk: before some layers, and before the final norm or a layer above."""
     trunk = load_trunk(open_checkpoint(checkpoint), dtype="float32")
-    decoder, found = trunk.decoder, dict[int, Tensor]()
+    decoder = trunk.decoder
+    found = dict[int, Tensor]()
     inputs = [*decoder.layers, decoder.get_submodule(trunk.family.trunk.final_norm)]
     numbers = [*layers, len(inputs) - 1 - num_fewer]
 

@@ -28,7 +28,8 @@ class DenseMetrics(NamedTuple):
 
 def ratios_of(sums: DenseSums) -> DenseMetrics:
     """Return the figures of a line of the log."""
-    found, depths = sums.figures(), range(1, 1 + len(sums.targets_K))
+    found = sums.figures()
+    depths = range(1, 1 + len(sums.targets_K))
     agreement, overlap = ([found[f"held_out_{name}_depth_{k}"] for k in depths] for name in ("agreement", "overlap"))
     taus = found["held_out_tau"], found["held_out_tau_sampled"]
     return DenseMetrics([int(one) for one in sums.targets_K], agreement, overlap, found["held_out_entropy"], *taus)

@@ -31,9 +31,11 @@ def rounding(expected: Tensor | float, terms: int, dtype: torch.dtype | None = N
         dtype: What was computed in; None is that of ``expected``, fp32 of a size.
     """
     if isinstance(expected, Tensor):
-        dtype, size = dtype or expected.dtype, float(expected.abs().max())
+        dtype = dtype or expected.dtype
+        size = float(expected.abs().max())
     else:
-        dtype, size = dtype or torch.float32, abs(expected)
+        dtype = dtype or torch.float32
+        size = abs(expected)
     return GROWTH * terms * torch.finfo(dtype).eps * size
 
 
@@ -52,5 +54,6 @@ def assert_same(found: Tensor, expected: Tensor, terms: int, dtype: torch.dtype 
 
 def assert_differs(found: Tensor, expected: Tensor, terms: int, dtype: torch.dtype | None = None) -> None:
     """Assert that results differ by far more than rounding: the control beside :func:`assert_same`."""
-    difference, bound = float((found - expected).abs().max()), FAR * rounding(expected, terms, dtype)
+    difference = float((found - expected).abs().max())
+    bound = FAR * rounding(expected, terms, dtype)
     assert difference > bound, f"differs by {difference:.1e}; expected more than {bound:.1e}"

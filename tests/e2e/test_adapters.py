@@ -35,7 +35,8 @@ def tokens(argv: list[Any], capfd: Capture) -> list[list[int]]:
 def test_an_adapter_decodes_unmerged_as_it_does_merged(
     pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    base, merged = pristine / "base", tmp_path / "merged"
+    base = pristine / "base"
+    merged = tmp_path / "merged"
     assert run_command("merge", base, "--adapter", adapter, "--out", merged) == 0
     expected = tokens([merged, "--depth", "0"], capfd)
     assert tokens([base, "--adapter", adapter, "--depth", "0"], capfd) == expected
@@ -155,7 +156,8 @@ def test_an_adapter_that_would_not_take_effect_is_refused_merged_or_not(
     name: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     damage, message = DAMAGES[name]
-    base, out = pristine / "base", tmp_path / "out"
+    base = pristine / "base"
+    out = tmp_path / "out"
     damage(adapter)
     if name != "changed base":
         assert re.search(message, refusal(["generate", base, "--adapter", adapter, "--prompt", "x"], capfd))
@@ -179,7 +181,8 @@ def test_a_run_refuses_such_an_adapter_before_training(
 def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     pristine: Path, adapter: Path, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
-    base, run_dir = pristine / "base", new_run
+    base = pristine / "base"
+    run_dir = new_run
     # Chats are trained on, and served, as the adapter was trained on them.
     template = f"{CHATML}{{# the adapter's #}}"
     (adapter / "chat_template.jinja").write_text(template)

@@ -74,7 +74,8 @@ def test_it_is_retrained_for_the_trunk_and_passes_the_gate(run_dir: Path) -> Non
 def test_the_export_is_an_assistant_that_differs_in_what_was_trained(
     run_dir: Path, inputs: Path, capfd: Capture
 ) -> None:
-    export, base = open_checkpoint(run_dir / "export"), open_checkpoint(inputs / "base")
+    export = open_checkpoint(run_dir / "export")
+    base = open_checkpoint(inputs / "base")
     assert export.tensors == base.tensors
     assert export.config == base.config
     same = {key for key in base.tensors if torch.equal(export.read(key), base.read(key))}
@@ -150,7 +151,8 @@ def test_a_pair_that_does_not_fit_is_refused_with_what_differs(
 def test_one_command_rescues_a_pair_and_what_is_asked_without_its_assistant_is_told(
     inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    trunk, out = inputs / "finetune", tmp_path / "rescued"
+    trunk = inputs / "finetune"
+    out = tmp_path / "rescued"
     cure = document(["inspect", trunk], capfd)["cure"].replace("ASSISTANT", shlex.quote(str(inputs / "base")))
     words = shlex.split(cure)[1:]
     assert words[:2] == ["rescue", str(trunk)]

@@ -55,7 +55,8 @@ def killed(*_: Any, **__: Any) -> None:
 
 def flip(path: Path) -> None:
     """Change a bit of a file in place: its size stays, and so does its modification time."""
-    before, data = path.stat(), bytearray(path.read_bytes())
+    before = path.stat()
+    data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

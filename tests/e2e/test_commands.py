@@ -154,7 +154,8 @@ def test_export_of_a_run_that_was_never_measured_is_refused(
 
 
 def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Capture) -> None:
-    found, run_dir = document(["run", refused], capfd, exit_code=3), refused.parent / "run"
+    found = document(["run", refused], capfd, exit_code=3)
+    run_dir = refused.parent / "run"
     assert (found["run_dir"], found["exit_code"], found["reason"]) == (str(run_dir), 3, "gate_refused")
     assert "does not lie above 0" in found["message"]
     assert not (run_dir / "export").exists()

@@ -149,7 +149,8 @@ def done(inputs: Path, damages: Callable[[Path], Any], command: str, capfd: Capt
         before = tree(work)
         capfd.readouterr()
         code = main([*command.split(" "), *([] if command.startswith("rescue") else ["--json"])])
-        printed, after = capfd.readouterr(), tree(work)
+        printed = capfd.readouterr()
+        after = tree(work)
         assert {path: content for path, content in after.items() if path in before} == before
         assert {Path(path).parts[0] for path in after.keys() - before.keys()} <= {"OUT", "run"}
         if code == 0:

@@ -116,7 +116,8 @@ def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
     first, second = requests([run_dir / "export"], capfd)
     out, err = printed([run_dir / "export"], PROMPTS[:1], capfd)
     assert out == f"{printable(first['text'])}\n"
-    rounds, accepted = first["num_drafts"], first["num_accepted_tokens"]
+    rounds = first["num_drafts"]
+    accepted = first["num_accepted_tokens"]
     told = f"{len(first['token_ids'])} tokens in {rounds} rounds: tau {1 + accepted / rounds:.2f}, "
     assert re.fullmatch(rf"{re.escape(told)}\d+\.\d tokens/s\n", err)
     out, _ = printed([run_dir / "export"], PROMPTS, capfd)
@@ -165,7 +166,8 @@ class Terminal:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._read_end, write_end = pty.openpty()
-        self._file, self.writes = os.fdopen(write_end, "w"), list[bytes]()
+        self._file = os.fdopen(write_end, "w")
+        self.writes = list[bytes]()
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, self._file)
         self._reader = threading.Thread(target=self._read)

@@ -60,7 +60,8 @@ def place(path: Path) -> Path:
 
 
 def light_commands(inputs: Path, out: Path) -> dict[str, list[Any]]:
-    base, finetune = place(inputs / "base"), place(inputs / "finetune")
+    base = place(inputs / "base")
+    finetune = place(inputs / "finetune")
     recipe = inputs.parent / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(inputs, out / "run")))
     return {
@@ -103,7 +104,8 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
     base = place(inputs / "base")
     finetune = place(inputs / "finetune")
     data = inputs / "chats.jsonl"
-    recipe, answers = tmp_path / "recipe.yaml", tmp_path / "answers.yaml"
+    recipe = tmp_path / "recipe.yaml"
+    answers = tmp_path / "answers.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "run", **LEARNS)))
     answers.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "answers", **LEARNS)))
     suite = ["--suite", data, "--prompts-per-task", 2, "--max-new-tokens", 6, "--temperatures", 0]
@@ -120,5 +122,6 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
         assert run_command(*argv) == 0, argv
         assert hashes(inputs) == before, argv
     for written in ("run/export", "exported", "rescued/export"):
-        tensors, trunk = all_tensors(tmp_path / written), all_tensors(finetune)
+        tensors = all_tensors(tmp_path / written)
+        trunk = all_tensors(finetune)
         assert holds(tensors, trunk)

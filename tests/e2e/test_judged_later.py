@@ -68,7 +68,8 @@ def test_a_better_head_is_done_and_stays_done(judge: Judge, run_dir: Path, tmp_p
     for _ in range(2):
         # The second time the evaluations are at hand, and say the same.
         assert judge(llama(0), llama(2)) == 0
-        outcome, report = read(run_dir / "outcome.json"), read(run_dir / "report.json")
+        outcome = read(run_dir / "outcome.json")
+        report = read(run_dir / "report.json")
         assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (0, "done", "done")
         assert outcome["message"].endswith(f"Exported to {run_dir / 'export'}.")
         assert (report["gate"]["outcome"], report["gate"]["baseline"]) == ("passed", "stale")
@@ -95,7 +96,8 @@ def test_a_refused_export_stays_and_says_so(judge: Judge, run_dir: Path, tmp_pat
     assert judge(llama(2), llama(0)) == 3
     outcome = read(run_dir / "outcome.json")
     assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (3, "gate_refused", "done")
-    printed, card = capfd.readouterr().out, (run_dir / "export" / "README.md").read_text()
+    printed = capfd.readouterr().out
+    card = (run_dir / "export" / "README.md").read_text()
     for text in (outcome["message"], " ".join(printed.split()), card):
         assert "mtp-train graft" in text.replace("│ ", "")
     assert f"The export was written before, and stays: {run_dir / 'export'}" in outcome["message"]

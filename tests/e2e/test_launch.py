@@ -63,7 +63,8 @@ def test_only_one_process_prints(both: Path) -> None:
 
 
 def test_two_processes_train_as_one_does(both: Path, run_dir: Path) -> None:
-    one, two = metrics(run_dir), metrics(both / "whole")
+    one = metrics(run_dir)
+    two = metrics(both / "whole")
     facts = [
         {(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines} for lines in (one, two)
     ]
@@ -182,7 +183,8 @@ def test_a_run_killed_at_some_moment_of_every_stage_ends_as_an_unbroken_one(tmp_
     # A kill can fall between batches of answers.
     batches = {"data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2}}
     settings = {**LEARNS, **batches, "train__log_steps": 1, "export__link": "copy"}
-    run_dir, unbroken = new_run, tmp_path / "unbroken"
+    run_dir = new_run
+    unbroken = tmp_path / "unbroken"
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **settings)
     done = launch("single.yaml", recipe, unbroken)
     assert done.returncode == 0, done.stderr

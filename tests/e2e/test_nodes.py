@@ -139,7 +139,8 @@ def test_nodes_share_one_trunk_in_shards(
 
 
 def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "a", tmp_path / "b"
+    ours = tmp_path / "a"
+    theirs = tmp_path / "b"
     both = launch_nodes(DDP, recipe, [ours, theirs], ATTEMPTS="1")
     assert [done.returncode for done in both] == [1, 1], both
     message = f"run_dir: {ours}: processes 0 and 1 see different files (run.lock); expected one directory"

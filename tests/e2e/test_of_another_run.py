@@ -80,7 +80,8 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
     recipe = second(tmp_path, pristine, donor, model__head_from=str(pristine / "base"))
     assert run_command("regenerate", recipe) == 0
     said = capfd.readouterr()
-    run, count = tmp_path / "second", len(lines)
+    run = tmp_path / "second"
+    count = len(lines)
     assert f"{count} of {count + 1} prompts have responses of" in (said.out + said.err).replace("\n", " ")
     assert tree(donor) == before
     (generated,) = run.glob("data/*/regenerated-*.jsonl")

@@ -70,7 +70,8 @@ def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def test_it_is_trained_and_its_export_is_a_draft_model_that_drafts_losslessly(
     kind: str, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    run_dir, trunk = runs[kind], inputs / "finetune"
+    run_dir = runs[kind]
+    trunk = inputs / "finetune"
     passed_report(run_dir, "none")
     ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 16]
     drafted = drafted_by(run_dir / "head", 2, ask, capfd)
@@ -149,7 +150,8 @@ def test_a_fine_tune_with_a_draft_model_is_probed_and_rescued(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shorten_probes(monkeypatch)
-    trunk, data = inputs / "finetune", ["--data", inputs / "chats.jsonl"]
+    trunk = inputs / "finetune"
+    data = ["--data", inputs / "chats.jsonl"]
     found = document(["probe", trunk, "--from", runs["eagle3"], *data, "--out", "probed"], capfd)
     assert found["verdict"] in ("graft", "retrain", "undecided", "fault")
     assert found["base"]["tau"] == found["graft"]["tau"]

@@ -192,7 +192,8 @@ def test_where_training_does_not_help_the_graft_is_exported_and_an_adapter_merge
     proposed = "The head as it was is not shown to be worse: mtp-train "
     assert proposed in read_json(Path("out/report.json"))["gate"]["reason"]
     assert proposed not in rescued["reason"]
-    base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
+    base = all_tensors(inputs / "base")
+    export = all_tensors(Path(rescued["out"]))
     assert base.keys() == export.keys()
     changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
     assert changed

@@ -83,7 +83,8 @@ INTERRUPTIONS = (
 @contextlib.contextmanager
 def interrupted(one: Interruption) -> Iterator[None]:
     """Let it happen once: a signal before the call, an error at its end."""
-    stock, calls = pkgutil.resolve_name(one.place), iter(range(1, one.call))
+    stock = pkgutil.resolve_name(one.place)
+    calls = iter(range(1, one.call))
 
     def until_then(*args: Any, **named: Any) -> Any:
         if next(calls, None) is not None:
@@ -105,12 +106,14 @@ def interrupted(one: Interruption) -> Iterator[None]:
 def test_a_run_that_is_interrupted_in_every_stage_ends_as_an_unbroken_one(
     recipe: Path, run_dir: Path, new_run: Path, capfd: Capture
 ) -> None:
-    run, command = new_run, ["run", str(recipe), f"run_dir={new_run}"]
+    run = new_run
+    command = ["run", str(recipe), f"run_dir={new_run}"]
     for one in INTERRUPTIONS:
         capfd.readouterr()
         with interrupted(one):
             assert main(command) == one.exit_code, one
-        message, printed = outcome(run)["message"], capfd.readouterr().err
+        message = outcome(run)["message"]
+        printed = capfd.readouterr().err
         assert ended(run) == (one.exit_code, one.reason, one.stage)
         assert re.search(one.says, message, flags=re.DOTALL)
         assert "Traceback" not in printed
@@ -198,7 +201,8 @@ def test_the_gate_refuses_a_head_that_got_worse(
         "head__init": "native",
         "evaluate__arms": ["none", "native", "retrained"],
     }
-    recipe, second = tiny_recipe(pristine, tmp_path / "second", **overrides), tmp_path / "second"
+    recipe = tiny_recipe(pristine, tmp_path / "second", **overrides)
+    second = tmp_path / "second"
     # Training on may help or not; either way it must not spoil the head.
     with pytest.raises(GateRefusedError, match=r"against .* \(native\)") if shuffled else ANY_VERDICT:
         pipeline.run(recipe)

@@ -66,10 +66,12 @@ class Case(NamedTuple):
 
 
 def make_case(directory: Path, family_name: str, **settings: Any) -> Case:
-    layers, here = [], directory / "here"
+    layers = []
+    here = directory / "here"
     if family_name == "qwen3":
         write_headless(directory, family_name, num_layers=8)
-        layers, settings = [2, 4, 5], settings | EAGLE3
+        layers = [2, 4, 5]
+        settings = settings | EAGLE3
     else:
         write_inputs(directory, family_name)
     recipe = write_recipe(directory / "recipe.yaml", directory, here, **UNJUDGED, **settings)
@@ -122,7 +124,8 @@ def test_a_run_on_served_states_trains_as_one_that_computes_them(
     family_name: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In less than an epoch, and in more."""
-    case, run_dir = make_case(tmp_path / "in", family_name, train__max_steps=num_steps), tmp_path / "run"
+    case = make_case(tmp_path / "in", family_name, train__max_steps=num_steps)
+    run_dir = tmp_path / "run"
     monkeypatch.setattr(trunks, "load_trunk", lambda *_, **__: pytest.fail("loads a trunk"))
     code, texts = case.run(run_dir, case.engine)
     assert code == 0
@@ -136,7 +139,8 @@ def test_a_run_on_served_states_trains_as_one_that_computes_them(
 def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_right_one_goes_on(
     what: str, one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
-    run_dir, trunk = tmp_path / "run", one.here.with_name("base" if what == "model" else "finetune")
+    run_dir = tmp_path / "run"
+    trunk = one.here.with_name("base" if what == "model" else "finetune")
     wrong = Engine(tmp_path / "wrong", states_of(trunk, [], num_fewer=what == "layer"))
     wrong.fingerprints = itertools.repeat("of something else")
     if what == "norm":
@@ -160,7 +164,8 @@ def shards(run_dir: Path) -> dict[str, bytes]:
 def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
     how: str, code: int, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
 ) -> None:
-    run_dir, signals = tmp_path / "run", [signal.SIGTERM]
+    run_dir = tmp_path / "run"
+    signals = [signal.SIGTERM]
 
     def reply(payload: dict[str, Any]) -> Reply:
         if list(run_dir.glob("hidden/*/states-00002.safetensors" if settings else "state/step-00000002")):
@@ -215,12 +220,14 @@ def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path) -> None:
 def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so(
     one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, words = tmp_path / "run", overrides_of(**CACHED)
+    run_dir = tmp_path / "run"
+    words = overrides_of(**CACHED)
 
     def trunk_bytes(*more: str) -> int:
         return check(one.recipe, [f"run_dir={run_dir}", *words, *more]).memory.trunk_bytes
 
-    whole, ends = trunk_bytes(), trunk_bytes("train.states.endpoint=http://localhost:1/v1")
+    whole = trunk_bytes()
+    ends = trunk_bytes("train.states.endpoint=http://localhost:1/v1")
     assert whole > ends
     with stopped_at_the_first_save():
         assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 143
@@ -237,7 +244,8 @@ def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so
 @ONLINE_OR_CACHED
 def test_two_processes_share_a_server(settings: dict[str, Any], setup: Setup, one: Case, tmp_path: Path) -> None:
     """Of the one shard of a cache, a process has nothing to write."""
-    run_dir, flags = tmp_path / "run", ("--num_processes", "2")
+    run_dir = tmp_path / "run"
+    flags = ("--num_processes", "2")
     with openai_server(one.engine, owner="vllm") as served:
         words = one.words(run_dir, served.url, **settings)
         done = start(setup.machine, CPU_SHARDS, *words, flags=flags, **setup.variables)

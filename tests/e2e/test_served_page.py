@@ -114,7 +114,8 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     """In fp32, for texts of one token, of more than a block, and in between; after some layers and the last one."""
     checkpoint = open_checkpoint(Path(MODEL))
     trunk = load_trunk(checkpoint, dtype=torch.float32)
-    middle, last = len(trunk.layers) // 2, len(trunk.layers)
+    middle = len(trunk.layers) // 2
+    last = len(trunk.layers)
     recipe = {"run_dir": str(tmp_path / "run"), "model.trunk": MODEL, "model.head_from": None, "head.kind": "eagle3"}
     recipe |= {"head.init": "random", "data.sources.0.path": str(chats(tmp_path / "chats.jsonl"))}
     recipe |= {
@@ -128,7 +129,8 @@ def test_states_from_vllm_are_those_of_transformers_at_every_position(tmp_path: 
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(1000, 20_000, (length,), generator=draw).tolist() for length in (1, 47, 2 * BLOCK + 45)]
     trunk.show_layers((2, middle, last - 3))
-    tokenizer, width = load_tokenizer(checkpoint), int(trunk.config.hidden_size)
+    tokenizer = load_tokenizer(checkpoint)
+    width = int(trunk.config.hidden_size)
     with ExitStack() as stack:
         url = stack.enter_context(serving(command, tmp_path / "vllm.log", "--dtype", "float32"))
         endpoint = stack.enter_context(closing(Endpoint(url, tokenizer, {2}, len(trunk.lm_head_VD))))

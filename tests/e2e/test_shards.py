@@ -83,7 +83,8 @@ def run_on(
 def test_the_same_recipe_gives_the_same_run_killed_or_not(
     setup: Setup, inputs: Path, one_process: Path, tmp_path: Path
 ) -> None:
-    unbroken, killed = tmp_path / "unbroken" / "run", tmp_path / "killed" / "run"
+    unbroken = tmp_path / "unbroken" / "run"
+    killed = tmp_path / "killed" / "run"
     for run_dir in (unbroken, killed):
         run_dir.parent.mkdir()
     done = run_on(setup, inputs, unbroken)
@@ -123,7 +124,8 @@ def test_other_heads_learn_in_two_processes_what_they_learn_in_one(
 ) -> None:
     if kind == "eagle3":
         inputs = write_headless(tmp_path / "in", "qwen3", num_layers=8).parent
-    one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
+    one = tmp_path / "one" / "run"
+    two = tmp_path / "two" / "run"
     two.parent.mkdir()
     with contextlib.suppress(GateRefusedError):
         pipeline.run(tiny_recipe(inputs, one, **OTHER_HEADS[kind]))
@@ -150,7 +152,8 @@ def test_training_without_a_gain_returns_the_head_that_it_was_given(
     spoils = {"train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}, "gate__enabled": False}
     done = run_on(setup, inputs, new_run, {**LEARNS, **spoils, "model__head_from": str(trained)})
     assert outcome(new_run)["stage"] == "done", done.stderr
-    before, after = head(trained), head(new_run)
+    before = head(trained)
+    after = head(new_run)
     assert holds(after, before)
     # Control: it was trained.
     assert metrics(new_run)[-1]["step"] >= 2

@@ -78,7 +78,8 @@ def test_evaluate_measures_a_grid_once(
 
 
 def test_compare_pairs_every_arm(inputs: Path, out: Path, capfd: Capture) -> None:
-    finetune, base = inputs / "finetune", inputs / "base"
+    finetune = inputs / "finetune"
+    base = inputs / "base"
     arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram"]
     report = document(["compare", *arms, *suite(inputs), "--temperatures", 0, "--out", out], capfd)
     assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup"]

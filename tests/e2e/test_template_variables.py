@@ -18,7 +18,8 @@ TOOLS = [{"type": "function", "function": {"name": "lookup"}}]
 
 @pytest.mark.usefixtures("own_datasets_cache")
 def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    inputs, tokenizer = own_inputs, byte_tokenizer(THINKS)
+    inputs = own_inputs
+    tokenizer = byte_tokenizer(THINKS)
     tokenizer.save_pretrained(inputs / "finetune")
     asked = [[{"role": "user", "content": f"Weather in {place}?"}] for place in range(40)]
     with (inputs / "prompts.jsonl").open("w") as file:
@@ -29,7 +30,8 @@ def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path:
         "seq_len_tokens": 192,
         "regenerate": {"temperature": 0.0, "max_new_tokens": 4},
     }
-    recipe, run = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data), tmp_path / "run"
+    recipe = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data)
+    run = tmp_path / "run"
     document(["regenerate", recipe, "data.chat_template_kwargs.enable_thinking=false"], capfd)
     (directory,) = run.glob("data/responses-*")
     rendered = {"tools": TOOLS, "enable_thinking": False, "add_generation_prompt": True, "return_dict": False}
@@ -45,7 +47,8 @@ def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path:
 
 
 def test_generate_writes_the_prompt_with_the_variables(own_inputs: Path, capfd: Capture) -> None:
-    finetune, tokenizer = own_inputs / "finetune", byte_tokenizer(THINKS)
+    finetune = own_inputs / "finetune"
+    tokenizer = byte_tokenizer(THINKS)
     tokenizer.save_pretrained(finetune)
     short = ["generate", finetune, "--depth", 0, "--max-new-tokens", 4, "--prompt"]
     variables = ["--chat-template-kwargs", "enable_thinking=false", f"tools={json.dumps(TOOLS)}"]

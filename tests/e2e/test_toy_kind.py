@@ -84,7 +84,8 @@ def test_it_takes_one_record_to_train_decode_judge_and_export_another_kind(tmp_p
     trained = load_artifact(tmp_path / "run/head")
     assert (trained.family.kind.name, [one.key for one in trained.head.tensors]) == ("toy", ["toy.weight"])
 
-    export, trunk = tmp_path / "run/export", inputs / "finetune"
+    export = tmp_path / "run/export"
+    trunk = inputs / "finetune"
     assert document(["inspect", export, "--base", trunk], capfd)["status"] == "healthy"
     ask = ["generate", trunk, "--prompt", "say 3", "--max-new-tokens", 24]
     drafted_by(export, DEEPEST, ask, capfd)

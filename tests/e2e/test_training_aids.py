@@ -55,7 +55,8 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     worse = tmp_path / "worse" / "run"
     # Stopped at the second of twelve steps: measures are two steps apart.
     assert read_metrics(worse)[-1]["step"] == 4
-    before, after = head(good), head(worse)
+    before = head(good)
+    after = head(worse)
     assert holds(after, before)
     report = load_report(worse / "report.json")
     assert report.arms["retrained"].tau == report.arms["graft"].tau
@@ -85,7 +86,8 @@ def test_the_automatic_rate_is_recorded_and_kept(
 @pytest.mark.slow
 def test_a_head_that_learns_by_lora_is_exported_like_any_other(inputs: Path, tmp_path: Path) -> None:
     run_dir = run(inputs, tmp_path, **{**LEARNS, "head__lora": {"r": 8, "alpha": 16}})
-    base, exported = open_checkpoint(inputs / "base"), open_checkpoint(run_dir / "export")
+    base = open_checkpoint(inputs / "base")
+    exported = open_checkpoint(run_dir / "export")
     assert exported.tensors.keys() == base.tensors.keys()
     trained = head(run_dir)
     # LoRA adapts matrices and leaves norms.

@@ -62,7 +62,8 @@ def test_an_offloaded_run_ends_as_any_other(
     assert pipeline.run(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.
     assert offloaded == [{"meta"}] * (3 if more else 2)
-    lines, expected = metrics(run_dir), metrics(whole)
+    lines = metrics(run_dir)
+    expected = metrics(whole)
     for field in ("loss", "grad_norm", "held_out_tau"):
         assert [line.get(field) for line in lines] == [line.get(field) for line in expected], field
     assert measured(run_dir) == measured(whole)
@@ -81,7 +82,8 @@ def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, new_
     recipe = tiny_recipe(mixture, new_run, **LEARNS, model__quantization="8bit")
     assert pipeline.run(recipe).reason == "done"
     passed_report(new_run, "graft")
-    finetune, exported = all_tensors(mixture / "finetune"), all_tensors(new_run / "export")
+    finetune = all_tensors(mixture / "finetune")
+    exported = all_tensors(new_run / "export")
     assert finetune.keys() < exported.keys()
     assert all(exported[key].equal(value) for key, value in finetune.items())
     assert "quantization_config" not in read_json(new_run / "export" / "config.json")

@@ -53,7 +53,8 @@ def test_our_decoder_makes_the_expected_drafts(head: str) -> None:
     texts = texts_of(head)
     subject = load_subject(open_checkpoint(HERE / trunk), "auto", torch.float32, draft=HERE / head if draft else None)
     subject.trunk.show_to(subject.head)
-    prompts, num_tokens = [text["prompt_ids"] for text in texts], len(texts[0]["token_ids"])
+    prompts = [text["prompt_ids"] for text in texts]
+    num_tokens = len(texts[0]["token_ids"])
     decoded = decode(subject, prompts, depth=3, max_new_tokens=num_tokens, eos_ids=(), leading_row=False)
     rounds = drafted_in(decoded)
     said, is_right = compare(texts, rounds, None, "float32")
@@ -62,7 +63,8 @@ def test_our_decoder_makes_the_expected_drafts(head: str) -> None:
 
 
 def test_our_decoder_makes_the_drafts_of_a_head_that_reads_an_extra_first_row() -> None:
-    texts, found = texts_of("qwen3_5"), []
+    texts = texts_of("qwen3_5")
+    found = []
     subject = load_subject(open_checkpoint(HERE / "qwen3_5"), "llama.cpp", torch.float32)
     subject.trunk.show_to(subject.head)
     for leading_row in (True, False):
@@ -87,7 +89,8 @@ def test_the_expected_drafts_are_as_ours_and_known_wrong_wirings_draft_others(he
 
 
 def test_the_program_counts_a_file_of_drafts(tmp_path: Path) -> None:
-    drafts, head = tmp_path / "drafts.jsonl", "llama/eagle3"
+    drafts = tmp_path / "drafts.jsonl"
+    head = "llama/eagle3"
     rounds = rounds_of(head)
     drafts.write_text("".join(json.dumps(one._asdict()) + "\n" for one in rounds))
     told = run("--heads", head, "--drafts", str(drafts), "--dtype", "float32")
@@ -96,7 +99,8 @@ def test_the_program_counts_a_file_of_drafts(tmp_path: Path) -> None:
 
 
 def test_one_wrong_draft_in_fp32_ends_in_an_error_and_the_command_that_names_the_wiring(tmp_path: Path) -> None:
-    drafts, head = tmp_path / "drafts.jsonl", "llama/eagle3"
+    drafts = tmp_path / "drafts.jsonl"
+    head = "llama/eagle3"
     first, *rest = rounds_of(head)
     wrong = first._replace(drafts=(first.drafts[0] + 1, *first.drafts[1:]))
     drafts.write_text("".join(json.dumps(one._asdict()) + "\n" for one in (wrong, *rest)))
@@ -119,7 +123,8 @@ def test_a_text_that_leaves_the_trunks_own_is_no_evidence_of_its_head() -> None:
 def test_rounds_before_and_behind_the_expected_ones_do_not_count() -> None:
     head = "llama/dflash"
     rounds = rounds_of(head)
-    first, last = texts_of(head)[0], rounds[len(rounds) // 6 - 1]
+    first = texts_of(head)[0]
+    last = rounds[len(rounds) // 6 - 1]
     around = [Drafted(tuple(first["prompt_ids"]), (1, 1, 1)), Drafted((*last.token_ids, *last.drafts), (1, 1, 1))]
     assert compare(texts_of(head), around + rounds, None, "float32") == compare(texts_of(head), rounds, None, "float32")
 
@@ -148,7 +153,8 @@ def test_bf16_is_held_to_the_drafts_that_rounding_does_not_decide() -> None:
             for turn, (one, count) in enumerate(zip(rounds_of(head), decided, strict=True))
         ]
 
-    beyond, within = wrong_from(0, len(decided)), wrong_from(-3, 3)
+    beyond = wrong_from(0, len(decided))
+    within = wrong_from(-3, 3)
     assert compare(texts_of(head), beyond, None, "bfloat16") == (
         f"{sum(decided)} of {sum(decided)} drafts as trained",
         True,

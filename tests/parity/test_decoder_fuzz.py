@@ -140,7 +140,8 @@ def check_text(case: Case, request: Request, result: GenerationResult) -> None:
 
 def check_counts(case: Case, request: Request, result: GenerationResult) -> None:
     depth = 0 if request.mtp == "off" else DEPTH if request.depth is None else request.depth
-    per_pos, committed = result.accepted_per_pos, 1 + result.rounds + result.num_accepted_tokens
+    per_pos = result.accepted_per_pos
+    committed = 1 + result.rounds + result.num_accepted_tokens
     assert len(per_pos) == depth
     assert list(per_pos) == sorted(per_pos, reverse=True)
     assert max(per_pos, default=0) <= result.rounds

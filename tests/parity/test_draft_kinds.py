@@ -44,7 +44,8 @@ class ByHand:
         self.weights = {
             key: value for name, ours in head.state_dict().items() for key, value in layout.split(name, ours)
         }
-        self.trunk, self.config = trunk, head.config
+        self.trunk = trunk
+        self.config = head.config
 
     def norm(self, key: str, state: Tensor) -> Tensor:
         scaled = state * torch.rsqrt(state.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -54,7 +55,8 @@ class ByHand:
         return state @ self.weights[f"{key}.weight"].T
 
     def attention(self, prefix: str, state_TD: Tensor) -> Tensor:
-        config, count = self.config, len(state_TD)
+        config = self.config
+        count = len(state_TD)
         query, key, value = (
             self.times(f"{prefix}self_attn.{name}_proj", state_TD).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
             for name in "qkv"
@@ -167,7 +169,8 @@ def test_a_layer_that_adds_to_the_normed_state_is_read_too(trunk_name: str) -> N
 
 def states_of_own_drafts(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) -> list[Tensor]:
     """Return the training unroll's states at the last start row, its depths fed with its own drafts."""
-    text, read = list(tokens), []
+    text = list(tokens)
+    read = []
     for depth in range(1, num_depths + 1):
         tokens_1T = torch.tensor([text])
         hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)

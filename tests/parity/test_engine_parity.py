@@ -244,7 +244,8 @@ def test_a_record_in_which_no_control_changed_the_result_is_no_evidence() -> Non
         told = {str(number): {"verdict": verdict} for number, verdict in enumerate(controls)}
         return {"1": {"verdict": "equal"}, "3": {"verdict": "equal", "controls": told}}
 
-    blind, seeing = entries("equal", "explained"), entries("equal", "different", "different")
+    blind = entries("equal", "explained")
+    seeing = entries("equal", "different", "different")
     assert count_controls(blind.values()) == {"run": 2, "changed": 0}
     assert count_controls(seeing.values()) == {"run": 3, "changed": 2}
     assert not is_evidence({"verdict": "equal", "depths": blind})

@@ -118,7 +118,8 @@ def swapped(head: MtpHead) -> MtpHead:
 
 
 def check_by_hand(built: Built) -> None:
-    trunk, tokens_1T = built.trunk, random_tokens(NUM_TOKENS)
+    trunk = built.trunk
+    tokens_1T = random_tokens(NUM_TOKENS)
     if IS_OLD and built.name == "glm_ocr":
         pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
     head = copy.deepcopy(built.head)
@@ -140,7 +141,8 @@ RENAMED = {"final_layernorm.": "shared_head.norm."}
 
 def check_by_mtp_model(built: Built) -> None:
     trunk, head, tokens_1T = built.trunk, built.head, random_tokens(NUM_TOKENS)
-    oracle, hidden_1TD = load_oracle(built), trunk.hidden(tokens_1T)
+    oracle = load_oracle(built)
+    hidden_1TD = trunk.hidden(tokens_1T)
     found = unrolled(head, hidden_1TD, tokens_1T, trunk.embed, NUM_DEPTHS)
     for start in range(NUM_TOKENS - NUM_DEPTHS):
         for depth, expected_D in enumerate(oracle_depths(oracle, trunk, hidden_1TD[0], tokens_1T[0], start)):
@@ -212,7 +214,8 @@ def check_chain(built: Built, spoilt: str | None) -> None:
     # As vLLM: only the trunk's scores are scaled.
     trunk.config.log_scaling_n_floor = None
     trunk.config.name_or_path = str(built.path)
-    hidden_1TD, embed = trunk.hidden(tokens_1T), trunk.embed
+    hidden_1TD = trunk.hidden(tokens_1T)
+    embed = trunk.embed
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kinds, "sliding_attention", create_sliding_window_causal_mask)
         oracle = mtp_module.MtpModel.from_pretrained(trunk.causal_lm).eval()
@@ -262,7 +265,8 @@ def test_where_all_rows_stand_changes_nothing(built: Built) -> None:
     trunk = built.trunk
     head = copy.deepcopy(built.head)
     tokens_1T = random_tokens(NUM_TOKENS)
-    hidden_1TD, embed = trunk.head_input(trunk.hidden(tokens_1T), head.convention), head.embedding(trunk.embed)
+    hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
+    embed = head.embedding(trunk.embed)
     plain = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
     head.convention = dataclasses.replace(head.convention, position_offset=1)
     moved = unrolled(head, hidden_1TD, tokens_1T, embed, NUM_DEPTHS)
@@ -288,7 +292,8 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12])
 
 def test_packed_documents_have_the_states_they_have_alone(built: Built) -> None:
     """And reach one another where the whole row runs at once."""
-    trunk, tokens_BT = copy.deepcopy(built.trunk).requires_grad_(), random_tokens(12, 2)
+    trunk = copy.deepcopy(built.trunk).requires_grad_()
+    tokens_BT = random_tokens(12, 2)
     isolated_BTD = isolated_hidden(trunk, tokens_BT, DOCUMENT_BT)
     through_BTD = trunk.hidden(tokens_BT).detach()
     assert not isolated_BTD.requires_grad
@@ -326,7 +331,8 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
     if IS_OLD and built.name == "deepseek_v4":
         pytest.skip("an older transformers cannot run DeepSeek V4 that is loaded in bf16")
     tokens_1T = random_tokens(NUM_TOKENS)
-    loaded, held = copy.deepcopy(built.trunk), copy.deepcopy(built.trunk)
+    loaded = copy.deepcopy(built.trunk)
+    held = copy.deepcopy(built.trunk)
     kept = kept_in_fp32(held.causal_lm)
     for trunk, dtype in ((loaded, torch.bfloat16), (held, torch.float32)):
         for key, value in trunk.named_parameters():
@@ -368,7 +374,8 @@ def places_of(trunk: Trunk) -> list[str]:
 def test_a_trunk_is_whole_until_a_tensor_is_lost_or_cut(built: Built, tmp_path: Path) -> None:
     path = Path(shutil.copytree(built.path, tmp_path / "trunk"))
     assert diagnose_trunk(open_checkpoint(path)).problems == ()
-    tensors, layout = load_file(path / SINGLE_FILE), layout_of(open_checkpoint(path))
+    tensors = load_file(path / SINGLE_FILE)
+    layout = layout_of(open_checkpoint(path))
     of_layers = [key for key, value in sorted(tensors.items()) if value.ndim > 1 and "layers." in key]
     matrices = [key for key in of_layers if not layout.is_head_key(key)]
     key = matrices[len(matrices) // 2]
@@ -430,7 +437,8 @@ def test_every_parameter_that_is_trained_gets_a_gradient(built: Built) -> None:
 def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> None:
     """Merged weights have the names of a head without matrices, and draft as the matrices did; a start changes none."""
     spec = LoraSection(r=4, alpha=8)
-    plain, module = module_of(built), module_of(built)
+    plain = module_of(built)
+    module = module_of(built)
     put_on_lora(module.head, spec, seed=0)
     before = drafted(plain)
     torch.testing.assert_close(drafted(module), before)
@@ -442,7 +450,8 @@ def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> 
     for value in matrices.values():
         # B starts as zeros.
         value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
-    found, terms = drafted(module), NUM_DEPTHS * num_terms(module.head)
+    found = drafted(module)
+    terms = NUM_DEPTHS * num_terms(module.head)
     assert_differs(found, before, terms)
     merged = merged_weights(copy.deepcopy(built.head), spec, matrices)
     assert {name: value.shape for name, value in merged.items()} == {
@@ -466,7 +475,8 @@ def drafted(module: HeadTraining) -> Tensor:
 def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built: Built, tmp_path: Path) -> None:
     finetune = save_stripped(tiny_trunk(built.name, seed=1), tmp_path / "finetune")
     assert inspect(finetune, built.path).status in ("declared_but_missing", "stripped")
-    base, tuned = open_checkpoint(built.path), open_checkpoint(finetune)
+    base = open_checkpoint(built.path)
+    tuned = open_checkpoint(finetune)
     layout = layout_of(base)
     own = {
         key: value

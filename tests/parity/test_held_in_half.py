@@ -70,8 +70,10 @@ def test_prompts_run_in_fp32_and_few_rows_in_bf16_where_bf16_is_slow(
     kind: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, _ = half_and_full(kind)
-    prompts, rounds = Products(), Products()
-    run_prompts, run_window = round.prefill_chunks, Batch.run_window
+    prompts = Products()
+    rounds = Products()
+    run_prompts = round.prefill_chunks
+    run_window = Batch.run_window
 
     def noted_prompts(*args: Any) -> list[Tensor]:
         with prompts:
@@ -83,7 +85,8 @@ def test_prompts_run_in_fp32_and_few_rows_in_bf16_where_bf16_is_slow(
 
     monkeypatch.setattr(round, "prefill_chunks", noted_prompts)
     monkeypatch.setattr(Batch, "run_window", noted_round)
-    plain, drafted = results(half, 1), results(half, 1, depth=2)
+    plain = results(half, 1)
+    drafted = results(half, 1, depth=2)
     # Routers multiply in fp32 in any case.
     assert (torch.bfloat16 in prompts.dtypes) is native
     assert torch.bfloat16 in rounds.dtypes

@@ -76,7 +76,8 @@ def commit_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_the_last_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the inputs of rejected drafts in the convolution."""
-    commit, take = RecurrentLayers.commit, RecurrentStore.take_window
+    commit = RecurrentLayers.commit
+    take = RecurrentStore.take_window
     seen: dict[int, Tensor] = {}
 
     def remember(store: RecurrentStore) -> tuple[Tensor, Tensor | DeltaWindow]:

@@ -94,7 +94,8 @@ def checked(
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_correct_decoder_is_lossless(kind: str, dtype: torch.dtype) -> None:
     name = CACHE_KINDS[kind]
-    trunk, drafting = trunk_of(name, dtype), drafting_of(name, "head", dtype)
+    trunk = trunk_of(name, dtype)
+    drafting = drafting_of(name, "head", dtype)
     ways: list[tuple[Sampling, DraftSampling]] = [(GREEDY, "argmax"), (WARM, "argmax"), (WARM, "sampled")]
     for sampling, rule in ways:
         checks = checked(trunk, drafting, faults.none, sampling, rule, PROMPTS[:8])
@@ -183,7 +184,8 @@ def test_keys_in_bf16_are_no_rounding_of_fp32() -> None:
     "fault", [faults.sees_one_later_token, faults.commits_another(200)], ids=["window", "one in 200"]
 )
 def test_a_run_refuses_a_faulty_decoder_before_it_trains(fault: Fault) -> None:
-    trunk, console = trunk_of("qwen2"), Console(quiet=True)
+    trunk = trunk_of("qwen2")
+    console = Console(quiet=True)
     check_decoder(trunk, PROMPTS, (), 3, console)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

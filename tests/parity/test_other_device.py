@@ -53,7 +53,8 @@ def test_a_tensor_of_the_cpu_is_refused_there(found: dict[str, Any]) -> None:
 
 def test_a_training_step_waits_for_the_device_once(found: dict[str, Any]) -> None:
     """For the losses, the gradient norm and other processes' signals together; nothing else needs a value."""
-    waits, once = found["waits"], ["loop.gather: tolist"]
+    waits = found["waits"]
+    once = ["loop.gather: tolist"]
     for given in ("the trunk", "states", "experts", "positions"):
         assert waits[f"with {given}"] == [once]
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.

@@ -19,7 +19,8 @@ CASES = ("glm4_moe", "glm4_moe, bfloat16", "qwen3_5", "qwen3_5, tied")
 def measured(cases: tuple[str, ...], directory: Path) -> dict[str, Any]:
     """Return what two processes find."""
     into = directory / "found.json"
-    program, two = REPOSITORY / "tests" / "shard_loading.py", ("--num_processes", "2")
+    program = REPOSITORY / "tests" / "shard_loading.py"
+    two = ("--num_processes", "2")
     done = start("fsdp2.yaml", program, into, *cases, flags=two, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     return read_json(into)

@@ -246,7 +246,8 @@ def faults(text: str, claims: list[str]) -> list[str]:
         before, found, text_after = text.partition(claim)
         if not found:
             return [claim]
-        others, text = f"{others} {before}", text_after
+        others = f"{others} {before}"
+        text = text_after
     return re.findall(r"\S*\d\S*", NAMES.sub("", f"{others} {text}"))
 
 

@@ -37,7 +37,8 @@ def received(found: CheckResult) -> float:
 def rows(directory: Path) -> Iterator[str]:
     for name in TRUNKS:
         found = plan(directory, name)
-        memory, shards = found.room.memory, found.room.in_shards
+        memory = found.room.memory
+        shards = found.room.in_shards
         assert shards is not None
         sizes = [f"{one.total_bytes / 2**30:.0f}" for one in (memory, shards)]
         yield f"| {' | '.join([name, *sizes, f'{memory.state_bytes:,}', f'{received(found) / 1e6:.2f}'])} |"
@@ -59,9 +60,11 @@ def test_the_page_has_what_fits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B, here", "GLM-4.6 in FP8, served"])
 def test_check_tells_what_moves(name: str, tmp_path: Path) -> None:
-    found, served = plan(tmp_path, name), "served" in name
+    found = plan(tmp_path, name)
+    served = "served" in name
     config = SHAPES[TRUNKS[name][0]]
-    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    width = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     told, shards, gib = str(found), found.room.in_shards, 2**30
     assert shards is not None
     assert f"\nhidden states: {2 * width:,} bytes a token, {2 * width * STEP_TOKENS / gib:.2f} GiB a step\n" in told

@@ -22,7 +22,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 PRODUCT = ("mtp_train", "inference/mtp_inference")
 MAX_PRODUCT_NODES = 177_000
 MAX_SCRIPT_NODES = 38_600
-MAX_TESTS_PER_PRODUCT = 1.35
+MAX_TESTS_PER_PRODUCT = 1.354
 # The pages that tests/repo/test_readme.py and tests/repo/test_recipes.py compare with their generators.
 GENERATED = {"recipes/commands.md", "recipes/families.md", "recipes/fields.md"}
 MAX_GENERATED_WORDS = 7_500

@@ -21,7 +21,8 @@ MAX_ASSET_BYTES = 12_000_000
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Build the wheel from a copy of everything in the checkout, so that a stray directory could slip in."""
-    source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source") / "copy"
+    out = tmp_path_factory.mktemp("wheel")
     leave = shutil.ignore_patterns(".git", ".venv", "*_cache", "__pycache__", "build", "dist", "*.egg-info")
 
     def left(directory: str, names: list[str]) -> set[str]:
@@ -78,7 +79,8 @@ sys.exit(main(["check", "retrain_head"]) or main(["check", "recipes/retrain_head
 
 
 def test_an_installed_recipe_is_checked_by_name_from_an_empty_directory(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    site, empty = tmp_path / "site", tmp_path / "empty"
+    site = tmp_path / "site"
+    empty = tmp_path / "empty"
     wheel.extractall(site)
     empty.mkdir()
     done = subprocess.run(

@@ -25,7 +25,8 @@ def record(cells: dict[str, list[list[int]]], groups: int = 0) -> dict[str, Any]
 
 def test_cells_that_differ_in_one_thing_are_compared_prompt_by_prompt() -> None:
     # The second of each text is one draft better on every prompt, whose spread is far larger than that.
-    low, high = [[0, 4, 8, 2], [1, 5, 7, 3]], [[1, 5, 9, 3], [2, 6, 8, 4]]
+    low = [[0, 4, 8, 2], [1, 5, 7, 3]]
+    high = [[1, 5, 9, 3], [2, 6, 8, 4]]
     document = record({"self-exact-kl": low, "self-exact-ce": high, "corpus-exact-kl": high, "corpus-exact-ce": high})
     found = contrasts(document)
     assert [(one["cell"], one["against"]) for one in found] == [
@@ -43,7 +44,8 @@ def test_cells_that_differ_in_one_thing_are_compared_prompt_by_prompt() -> None:
 
 def test_gains_are_judged_over_groups_and_seeds() -> None:
     """A gain is not significant if it varies between seeds (even if equal over groups), or with few groups."""
-    base, better = [3, 4, 5, 4] * 5, [5, 6, 7, 7] * 5
+    base = [3, 4, 5, 4] * 5
+    better = [5, 6, 7, 7] * 5
 
     def survives(*seeds: list[int], groups: int = 0) -> bool:
         (found,) = contrasts(record({"self-exact-kl": [base] * 3, "self-exact-ce": list(seeds)}, groups))

@@ -29,7 +29,8 @@ def pair(shares: list[float], cost: float, spread: float = 0.0, seed: int = 0) -
     ``shares`` of drafts are accepted by prompt; ``cost`` is the true break-even tau, ``spread`` that of times.
     """
     noise = np.random.default_rng(seed).normal(1.0, spread, (2, len(shares))).tolist()
-    drafted, plain = [], []
+    drafted = []
+    plain = []
     for number, share in enumerate(shares):
         accepted = round(share * ROUNDS)
         tokens = 1 + ROUNDS + accepted
@@ -90,7 +91,8 @@ def test_a_speedup_whose_interval_holds_one_is_undecided() -> None:
 
 
 def test_a_setting_that_is_slowed_down_refuses_whatever_the_others_show() -> None:
-    fast, slow = pair(SHARES, cost=1.1, spread=0.02), pair(SHARES, cost=1.9, spread=0.02)
+    fast = pair(SHARES, cost=1.1, spread=0.02)
+    slow = pair(SHARES, cost=1.9, spread=0.02)
     assert gate(fast, pair(SHARES, cost=1.5, spread=0.05, seed=2)).passed
     assert gate(fast, slow).outcome == "refused"
 
@@ -132,7 +134,8 @@ def test_the_fastest_depth_that_is_shown_to_pay_is_recommended() -> None:
 
 
 def test_passes_are_added_while_times_keep_the_speedup_undecided() -> None:
-    noisy, clean = pair(SHARES, cost=1.5, spread=0.15, seed=1), pair(SHARES, cost=1.5, spread=0.001)
+    noisy = pair(SHARES, cost=1.5, spread=0.15, seed=1)
+    clean = pair(SHARES, cost=1.5, spread=0.001)
     decided = pair(SHARES, cost=1.1, spread=0.1)
     needs = [found.needs_passes for one in (noisy, clean, decided) if (found := measured_speedup(one)) is not None]
     # Of exact times, only more prompts decide; a speedup that is shown needs nothing, however rough its times.

@@ -107,7 +107,8 @@ def test_the_queries_of_a_block_attend_to_no_key_outside_of_it(
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_queries_of_some_starts_attend_as_they_do_among_all(depth: int, window: int | None) -> None:
-    starts, size = [0, 3, 6, 9], len(DOCUMENT)
+    starts = [0, 3, 6, 9]
+    size = len(DOCUMENT)
     some_QS = UnrollMask(row(DOCUMENT), depth, window, torch.tensor([starts])).whole()[0]
     keys = [*range(size), *(own * size + start for own in range(1, depth) for start in starts)]
     all_TS = UnrollMask(row(DOCUMENT), depth, window).whole()[0]

@@ -33,7 +33,8 @@ def connect() -> Iterator[Connect]:
         def opened(
             reply: ReplyFn, models: tuple[str, ...] = ("trunk",), **settings: Any
         ) -> tuple[Endpoint, Served, list[float]]:
-            served, waits = stack.enter_context(openai_server(reply, models)), []
+            served = stack.enter_context(openai_server(reply, models))
+            waits = []
             # A tokenizer that opens raw text must not open a response.
             endpoint = Endpoint(served.url, adding_tokenizer(OPENS), {EOS}, 259, **settings)
             endpoint.wait = waits.append
@@ -107,7 +108,8 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothing_more(connect: Connect) -> None:
-    asked, failed = threading.Event(), threading.Event()
+    asked = threading.Event()
+    failed = threading.Event()
 
     def reply(payload: dict[str, Any]) -> Reply:
         if payload["seed"]:

@@ -66,7 +66,8 @@ def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, wo
 
 
 def test_responses_end_with_their_first_end_of_text_and_are_unfinished_without(tmp_path: Path) -> None:
-    store, endless = RegeneratedStore(tmp_path / "ended"), RegeneratedStore(tmp_path / "endless")
+    store = RegeneratedStore(tmp_path / "ended")
+    endless = RegeneratedStore(tmp_path / "endless")
     assert answer(store, Speaker()) == 20
     assert [(r.response_ids, r.finished) for r in rows(store)[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
     answering = Answering(max_new_tokens=3, seq_len_tokens=64, eos_ids={EOS})

@@ -112,7 +112,8 @@ def switching(first: ReplyFn, second: ReplyFn, after: int) -> ReplyFn:
 def test_a_server_that_switches_its_model_is_noticed(
     sampling: Sampling, trunk: Trunk, other: Trunk, tmp_path: Path
 ) -> None:
-    own, others = served_by(trunk, [EOS]), served_by(other, [EOS])
+    own = served_by(trunk, [EOS])
+    others = served_by(other, [EOS])
     store = RegeneratedStore(tmp_path)
     with pytest.raises(
         DataError,
@@ -126,7 +127,8 @@ def test_a_server_that_switches_its_model_is_noticed(
 
 
 def test_a_server_of_another_model_is_refused_at_once(trunk: Trunk, other: Trunk, tmp_path: Path) -> None:
-    store, asked = RegeneratedStore(tmp_path), list[dict[str, Any]]()
+    store = RegeneratedStore(tmp_path)
+    asked = list[dict[str, Any]]()
     others = served_by(other, [EOS])
 
     def reply(payload: dict[str, Any]) -> Reply:
@@ -145,7 +147,8 @@ def test_a_server_with_a_temperature_of_its_own_is_noticed(
 ) -> None:
     for name in ("FIRST_CHECK", "SAMPLE"):
         monkeypatch.setattr(checked, name, 12)
-    own, warm = served_by(trunk, [EOS]), Sampling(temperature=0.6, top_p=0.95)
+    own = served_by(trunk, [EOS])
+    warm = Sampling(temperature=0.6, top_p=0.95)
     with pytest.raises(DataError, match="answers that are not the trunk's"):
         answer(
             RegeneratedStore(tmp_path),

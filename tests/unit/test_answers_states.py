@@ -132,8 +132,10 @@ def test_a_directory_that_is_not_here_is_not_waited_for(connect: Connect, engine
 def test_a_file_that_stays_away_is_asked_for_again_and_waited_for_visibly(connect: Connect, engine: Engine) -> None:
     engine.write = lambda tensors, path: None
     server, served = connect()
-    waits, reasons = list[float](), list[str]()
-    server.wait, server.endpoint.on_wait = waits.append, reasons.append
+    waits = list[float]()
+    reasons = list[str]()
+    server.wait = waits.append
+    server.endpoint.on_wait = reasons.append
     with pytest.raises(DataError, match=r"has not written .*1\.safetensors; expected it within a minute"):
         list(server.states(TEXTS[:1]))
     assert len(served.payloads) == 2
@@ -183,7 +185,8 @@ def test_a_server_that_comes_back_is_waited_for_and_another_one_is_refused(conne
     replies = iter([engine, lambda payload: Reply(503), engine, engine])
     engine.fingerprints = iter(["one", "one", "two"])
     server, served = connect(lambda payload: next(replies)(payload))
-    reasons, arrived = list[str](), list[tuple[int, Tensor]]()
+    reasons = list[str]()
+    arrived = list[tuple[int, Tensor]]()
     server.endpoint.on_wait = reasons.append
     with pytest.raises(DataError, match=r"changed its settings \(fingerprint two\); expected one, as before"):
         arrived.extend(server.states(TEXTS))

@@ -104,7 +104,8 @@ def test_every_text_is_checked_against_plain_decoding_of_the_same_seed(served: l
         SHALLOW: {None},
     }
     assert [verdicts(plain, setting) for setting in plain.settings] == 3 * [{"plain"}]
-    found, number = lossless(served), len(prompts())
+    found = lossless(served)
+    number = len(prompts())
     assert (found.checked, found.identical, found.sampled, found.faults) == (4 * number, 2 * number, 2 * number, ())
     # Controls: a text that differs, in one lane; errors of plain decoding.
     broken = TextCheck(verdict="divergence", position=3, follows_rule=False)

@@ -170,7 +170,8 @@ def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
                 inputs = torch.cat([both.trunk.embed(token), state], dim=-1)
                 place = torch.tensor([[len(text) - 1]])
                 step = both.model(inputs_embeds=inputs, position_ids=place, shared_kv_states=keys, use_cache=False)
-                state, token = step.last_hidden_state, step.logits.argmax(-1)
+                state = step.last_hidden_state
+                token = step.logits.argmax(-1)
                 expected.append(token.item())
         assert drafts == expected
 
@@ -193,7 +194,8 @@ def test_q_is_zero_outside_the_chosen_centroids(name: str, num_tokens: int) -> N
 
 @pytest.mark.parametrize("name", [*VARIANTS, "ordered"])
 def test_it_is_loaded_whole_or_not_at_all(name: str, tmp_path: Path) -> None:
-    one, directory = pair(name), tmp_path / "assistant"
+    one = pair(name)
+    directory = tmp_path / "assistant"
     one.trunk.causal_lm.save_pretrained(tmp_path / "trunk")
     one.model.save_pretrained(directory)
     target = open_checkpoint(tmp_path / "trunk")

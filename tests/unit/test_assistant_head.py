@@ -107,7 +107,8 @@ Patch = pytest.MonkeyPatch
 
 def advance(patch: Patch) -> None:
     """Move the position on with each depth."""
-    stock, depths = AssistantHead.step, count()
+    stock = AssistantHead.step
+    depths = count()
 
     def step(head: AssistantHead, *inputs: Tensor, positions_BT: Tensor, **rest: Any) -> StepOutput:
         return stock(head, *inputs, positions_BT=positions_BT + next(depths), **rest)
@@ -152,7 +153,8 @@ def test_each_known_error_drafts_otherwise(trap: str, drafted: tuple[Pair, list[
 @pytest.mark.parametrize("name", NAMES)
 def test_states_are_those_of_decoding(name: str, monkeypatch: Patch) -> None:
     """Also after rejected drafts, of which the decoder's cache keeps the keys."""
-    seen, project = list[Tensor](), AssistantHead.project
+    seen = list[Tensor]()
+    project = AssistantHead.project
 
     def noted(head: AssistantHead, depth: int, state: Tensor, shared: Any = None) -> Tensor:
         seen.append(state.detach().clone())
@@ -172,7 +174,8 @@ def test_documents_of_a_row_and_padding_change_nothing() -> None:
     batches = packed([first, second]), packed([second]), packed([first + second])
     together, alone, joined = (unrolled(both.trunk, assistant_head(both.model), batch)[:, 0] for batch in batches)
     # The last starts of a document read the token after it.
-    ours, length = together[:, 13:], 17 - NUM_DEPTHS
+    ours = together[:, 13:]
+    length = 17 - NUM_DEPTHS
     assert_same(ours[:, :length], alone[:, :length], num_terms(both.trunk, both.model))
     assert_differs(joined[:, 13 : 13 + length], alone[:, :length], num_terms(both.trunk, both.model))
 
@@ -193,7 +196,8 @@ def training(states: States, head: AssistantHead, **options: Any) -> HeadTrainin
 
 def train(trunk: Trunk, head: AssistantHead, batch: PackedBatch) -> list[float]:
     """Return the loss of every step."""
-    module, losses = training(TrunkStates(trunk), head), []
+    module = training(TrunkStates(trunk), head)
+    losses = []
     optimizer = torch.optim.AdamW([one for one in head.parameters() if one.requires_grad], lr=5e-3, weight_decay=0.0)
     for _ in range(120):
         terms = module(micro_of(batch))
@@ -215,7 +219,8 @@ def trained_of(head: AssistantHead) -> set[str]:
 
 
 def test_training_lowers_the_loss_and_leaves_the_trunk() -> None:
-    trunk, head = tiny_gemma_trunk(), assistant_head(tiny_assistant())
+    trunk = tiny_gemma_trunk()
+    head = assistant_head(tiny_assistant())
     before = copy.deepcopy(trunk.state_dict()), copy.deepcopy(head.model.state_dict())
     batch = fitting(trunk)
     start = tau(trunk, head, batch)
@@ -241,7 +246,8 @@ def test_a_transformers_that_returns_no_keys_is_refused(monkeypatch: Patch) -> N
 
 
 def test_cached_states_train_as_the_trunks_do(tmp_path: Path) -> None:
-    trunk, head = tiny_gemma_trunk(), assistant_head(tiny_assistant())
+    trunk = tiny_gemma_trunk()
+    head = assistant_head(tiny_assistant())
     documents = [Document(one, [True] * len(one), "", "g") for one in prompts((20, 3, 12))]
     whole = training(TrunkStates(trunk), head)
     cache = HiddenCache(tmp_path, documents, width=trunk.state_width, dtype=torch.float32)
@@ -295,7 +301,8 @@ def test_the_loss_distils_the_bounded_logits_that_figures_are_of() -> None:
     rows = rows_on(trunk, head, batch, NUM_DEPTHS)
     log_q_KNV = head.project(1, rows.student_KND).log_softmax(-1)
     loss_KN = kl_div(log_q_KNV, trunk.project(rows.teacher_ND).softmax(-1), reduction="none").sum(-1)
-    expected_K, terms = (loss_KN * rows.valid_KN).sum(1), num_terms(trunk, head)
+    expected_K = (loss_KN * rows.valid_KN).sum(1)
+    terms = num_terms(trunk, head)
     assert_same(training(TrunkStates(trunk), head)(micro_of(batch)).sum_K, expected_K, terms)
     trunk.logit_bound = None
     assert_differs(training(TrunkStates(trunk), head)(micro_of(batch)).sum_K, expected_K, terms)

@@ -55,7 +55,8 @@ def test_a_claim_is_a_mean_over_fine_tunes_and_needs_more_than_its_spread() -> N
         for number, name in enumerate(NAMES[:6])
     }
     found = {one["contrast"]: one for one in claims(gains) if one["temperature"] == "0"}
-    steady, mixed = found["retrained - graft"], found["ce - kl"]
+    steady = found["retrained - graft"]
+    mixed = found["ce - kl"]
     assert steady["gains"]["json"] == pytest.approx(1.0)
     assert (steady["mean"], steady["survives"]) == (pytest.approx(1.25), True)
     assert (mixed["mean"], mixed["survives"]) == (pytest.approx(0.0, abs=1e-9), False)
@@ -113,7 +114,8 @@ def test_a_fine_tune_is_made_and_its_cells_are_run_and_not_run_again(
     monkeypatch.setattr(cells, "probe", lambda place, name: {"verdict": "retrain"})
     monkeypatch.setattr(finetunes, "batches_by_length", lambda exchanges, rows: iter([exchanges[:2]]))
     monkeypatch.setitem(SIZES, "atlas", replace(SIZES["small"], base_tokens=4096))
-    work, records = tmp_path / "work", tmp_path / "records"
+    work = tmp_path / "work"
+    records = tmp_path / "records"
     for stage in (["base"], ["cells", "json"]):
         monkeypatch.setattr(sys, "argv", ["atlas.py", *stage, "--work", str(work), "--records", str(records)])
         atlas.main()

@@ -39,7 +39,8 @@ def random_head(name: str, path: Path) -> MtpHead:
 @pytest.mark.parametrize("family_name", [*SCALED, *BOUNDED])
 @torch.inference_mode()
 def test_logits_are_the_models_own(family_name: str) -> None:
-    trunk, tokens_1T = tiny_trunk(family_name), random_tokens(9)
+    trunk = tiny_trunk(family_name)
+    tokens_1T = random_tokens(9)
     expected = trunk.causal_lm(tokens_1T).logits
     hidden = trunk.hidden(tokens_1T)
     torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=1e-5)
@@ -94,7 +95,8 @@ def test_a_random_start_leaves_biases_at_zero_and_norms_at_one(tmp_path: Path) -
 
 def pack_experts(path: Path) -> Path:
     """Put experts in MXFP4 into the place of a tiny gpt-oss's own."""
-    generator, tensors = torch.Generator().manual_seed(5), load_file(path / SINGLE_FILE)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(path / SINGLE_FILE)
     for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, num_in, num_out = tensors.pop(key).shape
         size = (num_experts, num_out, num_in // 32)
@@ -114,7 +116,8 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
     config = text_config_of(checkpoint)
     loaded = load_trunk(checkpoint, dtype=torch.float32)
     head = build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
-    theirs, ours = loaded.layers[1].state_dict(), head.blocks[0].layer.state_dict()
+    theirs = loaded.layers[1].state_dict()
+    ours = head.blocks[0].layer.state_dict()
     assert holds(ours, theirs) == (start == "copy_last_layer")
     (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(loaded, [1, 2, 3], 12, ())
@@ -122,7 +125,8 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
 
 @torch.inference_mode()
 def test_short_texts_have_the_frequencies_that_transformers_gives_them() -> None:
-    trunk, tokens_1T = tiny_trunk("phi3"), random_tokens(LIMIT)
+    trunk = tiny_trunk("phi3")
+    tokens_1T = random_tokens(LIMIT)
     stock = Trunk(tiny_trunk("phi3").model, trunk.family)
     stock.decoder.rotary_emb.config = stock.config
     stock.decoder._forward_pre_hooks.clear()

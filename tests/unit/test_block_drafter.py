@@ -103,7 +103,8 @@ def opened_form(path: Path, form: BlockForm, target: Trunk = TRUNK) -> OpenModel
 @torch.no_grad()
 def stock_drafts(model: Any, text: Sequence[int], output: Any) -> list[int]:
     """Return what transformers drafts after a text, the last token of which the trunk has not read."""
-    target, ids = TRUNK.causal_lm, torch.tensor([text])
+    target = TRUNK.causal_lm
+    ids = torch.tensor([text])
     ends = target.get_input_embeddings(), output or target.lm_head
     generator = DFlashTokenCandidateGenerator(model, *ends, GenerationConfig(max_length=1000))
     places = {"position_ids": torch.arange(len(text))[None], "attention_mask": torch.ones_like(ids)}

@@ -191,7 +191,8 @@ def test_a_round_that_waits_for_the_device_is_named_and_the_process_goes_on_with
     as_on_a_gpu: list[RecordedGraph], recorded: RecordedDevice
 ) -> None:
     """torch 2.11 leaves the capture's stream as the current one, and an allocator that must not be asked again."""
-    trunk, requests = trunk_of("qwen3_5"), requests_of(3, Sampling())
+    trunk = trunk_of("qwen3_5")
+    requests = requests_of(3, Sampling())
     plain = decoded(trunk, None, requests, captures=False)
     decoder = SpeculativeDecoder(trunk, FaultyDrafting(trunk, "item"), 3, ())
     # The reason, and not that ending the capture failed too.
@@ -222,7 +223,8 @@ def test_captured_rounds_are_counted_over_all_batches_of_a_decoder(as_on_a_gpu: 
 
 @pytest.mark.parametrize("fault", ["counter", "new tensor"])
 def test_a_drafter_that_keeps_python_state_is_found_out(fault: str, as_on_a_gpu: list[RecordedGraph]) -> None:
-    trunk, requests = trunk_of("qwen3_5"), requests_of(3, Sampling())
+    trunk = trunk_of("qwen3_5")
+    requests = requests_of(3, Sampling())
     eager, replayed = (
         decoded(trunk, FaultyDrafting(trunk, fault), requests, captures=captures) for captures in (False, True)
     )

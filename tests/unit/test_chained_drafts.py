@@ -89,7 +89,8 @@ def gradient(head: MtpHead, states: Sequence[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family_name", FAMILIES)
 def test_what_every_module_reads_of_the_text_trains_it(family_name: str, recompute: bool) -> None:
     trunk, head = models(family_name)
-    text, drafts = random_prompt(10), random_prompt(3, seed=1)
+    text = random_prompt(10)
+    drafts = random_prompt(3, seed=1)
     expected = gradient(head, states_from_scratch(trunk, head, text, 3, drafts))
     found = gradient(head, states_of_training(trunk, head, text, drafts, recompute=recompute))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -112,7 +112,8 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
 
 def test_the_cells_of_a_table_stay_text(tmp_path: Path) -> None:
     """A number, a date, a line break, a quote, an empty cell and a cell longer than csv's own limit."""
-    table, long = tmp_path / "a.csv", "word " * 40_000
+    table = tmp_path / "a.csv"
+    long = "word " * 40_000
     table.write_text(f'\ufeffprompt,response\n007,2024-01-02\n"say ""hi""\nnow",\nwhy,{long}\n', encoding="utf-8")
     expected = [PromptResponse("007", "2024-01-02"), PromptResponse('say "hi"\nnow'), PromptResponse("why", long)]
     assert contents(table) == expected

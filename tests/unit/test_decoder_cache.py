@@ -141,7 +141,8 @@ def test_the_stock_kernels_are_back_after_an_error() -> None:
 def mask_errors(size: int, sliding_window: int | None, max_window: int, *, ragged: bool) -> int:
     """Run random windows over slots that say which position they hold; count slots and positions wrongly seen."""
     generator = torch.Generator().manual_seed(0)
-    num_rows, errors = 3, 0
+    num_rows = 3
+    errors = 0
     held_BS = torch.full((num_rows, size), -1)
     first_B = torch.tensor([0, 3, 1]) if ragged else torch.zeros(num_rows, dtype=torch.long)
     for row, first in enumerate(first_B.tolist()):
@@ -150,7 +151,8 @@ def mask_errors(size: int, sliding_window: int | None, max_window: int, *, ragge
         num_tokens = int(torch.randint(1, max_window + 1, (1,), generator=generator))
         positions_BT = first_B[:, None] + torch.arange(num_tokens)
         held_BS.scatter_(1, positions_BT % size, positions_BT)
-        used, start = int(positions_BT.max()) + 1, None if ragged else int(first_B[0])
+        used = int(positions_BT.max()) + 1
+        start = None if ragged else int(first_B[0])
         window = Window(slice(0, num_rows), positions_BT, used, start)
         mask = window.mask(size, sliding_window)
         num_seen = min(used, size)
@@ -171,7 +173,8 @@ def mask_errors(size: int, sliding_window: int | None, max_window: int, *, ragge
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("sliding_window", [None, 1, 6, 80])
 def test_a_token_sees_the_positions_before_it_and_nothing_else(sliding_window: int | None, ragged: bool) -> None:
-    capacity, max_window = 240, 8
+    capacity = 240
+    max_window = 8
     size = capacity if sliding_window is None else min(capacity, sliding_window + max_window)
     assert mask_errors(size, sliding_window, max_window, ragged=ragged) == 0
 

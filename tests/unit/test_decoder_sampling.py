@@ -118,7 +118,8 @@ def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
 
 def exact_steps(trunk: Trunk, prompt: Sequence[int], sampling: Sampling = PLAIN) -> list[Tensor]:
     """Return the probabilities of the next token after every prefix of 0, 1, 2 tokens, in double, (VOCAB**n, VOCAB)."""
-    steps, prefix_NT = [], torch.tensor([prompt])
+    steps = []
+    prefix_NT = torch.tensor([prompt])
     with torch.inference_mode():
         for _ in range(LENGTH):
             logits_NV = trunk.logits(trunk.hidden(prefix_NT)[:, -1]).double()

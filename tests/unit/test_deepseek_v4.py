@@ -52,7 +52,8 @@ def to_fp4(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def packed(path: Path) -> dict[str, Tensor]:
     """Store experts in FP4 and other matrices in FP8, as releases have them; return what they stand for."""
-    tensors, plain = all_tensors(as_released(path)), {}
+    tensors = all_tensors(as_released(path))
+    plain = {}
     for key in [key for key in tensors if re.search(r"(_proj|\.w\w+)\.weight$", key)]:
         pack = to_fp4 if ".experts." in key else to_fp8
         tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
@@ -144,7 +145,8 @@ def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path, o
     base, _ = base_and_finetune(tmp_path, NAME)
     write_adapter(as_released(base), tmp_path / "lora", target_modules=["lm_head", "weights_proj"])
     assert run_command("merge", base, "--adapter", tmp_path / "lora", "--out", out) == 0
-    before, after = all_tensors(base), all_tensors(out)
+    before = all_tensors(base)
+    after = all_tensors(out)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     indexers = {f"layers.{layer}.attn.indexer.weights_proj.weight" for layer in (1, 3)}
     assert changed == {"head.weight", "mtp.0.head.weight", *indexers}

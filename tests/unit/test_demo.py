@@ -51,7 +51,8 @@ def trunk(finetune: Checkpoint) -> Trunk:
 
 def test_the_finetune_is_the_base_with_every_matrix_changed(base: Checkpoint, finetune: Checkpoint) -> None:
     require_same_trunk_shape(finetune, layout_of(finetune), base, layout_of(base))
-    ours, theirs = trunk_tensors(finetune, layout_of(finetune)), trunk_tensors(base, layout_of(base))
+    ours = trunk_tensors(finetune, layout_of(finetune))
+    theirs = trunk_tensors(base, layout_of(base))
     same = [
         name
         for name, key in ours.items()

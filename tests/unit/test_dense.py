@@ -102,7 +102,8 @@ def test_rounds_inside_the_prompt_are_no_misses() -> None:
 @pytest.mark.parametrize("prompt_length", [1, 2, 6])
 def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(prompt_length: int) -> None:
     """A head that is right everywhere commits depth + 1 tokens a round, however short answers are."""
-    num_depths, answer = 3, 4
+    num_depths = 3
+    answer = 4
     trunk = tiny_trunk("qwen3_5")
     length = prompt_length + answer
     document = Document(tuple(range(1, 1 + length)), tuple(i >= prompt_length for i in range(length)), "g", "d")

@@ -92,7 +92,8 @@ class PromptRecord:
     settled: list[int] = field(default_factory=list)
 
     def run_round(self, text: Text, depth: int, machine: Machine) -> int:
-        chances, accepted = text(self.num_tokens), 0
+        chances = text(self.num_tokens)
+        accepted = 0
         while accepted < depth and self.luck[self.num_tokens + accepted] < chances[accepted]:
             accepted += 1
         self.num_tokens += 1 + accepted
@@ -119,7 +120,8 @@ def fixed(depth: int, luck: Sequence[float], text: Text, num_tokens: int) -> flo
 
 def against_the_best_fixed_depth(text: Text, num_tokens: int, before: Sequence[Text] = ()) -> list[float]:
     """Return, for each seed, the speed over that of the depth that is best over all seeds, on the same luck."""
-    chosen, rivals = [], []
+    chosen = []
+    rivals = []
     for seed in SEEDS:
         done = Decoder(seed=1000 * seed).after(before).decode(text, num_tokens)
         chosen.append(done.speed)
@@ -172,7 +174,8 @@ def test_probes_take_at_most_1_percent_of_the_time(per_draft: float, rounds_seen
 
 def test_drafts_that_gain_nothing_end_however_little_they_cost() -> None:
     """Hysteresis holds on to a depth, and the cost of plain rounds is old: a tie with them may hide a loss."""
-    controller, costs = knowing(0.9, max_depth=1), measured_costs(d0=1.0, d1=1.01)
+    controller = knowing(0.9, max_depth=1)
+    costs = measured_costs(d0=1.0, d1=1.01)
     assert next_depth(controller, costs) == 1
     for _ in range(30):
         controller.observe(1, 0)
@@ -265,7 +268,8 @@ def test_costs_that_changed_are_measured_again() -> None:
 def test_a_batch_takes_the_depth_that_is_best_for_all_rows_together() -> None:
     """Tokens of one row 1, 1.9, 2.71, of the other 1, 1.45, 1.63, of both 2, 3.35, 4.34; seconds 1, 1.5, 2."""
     costs = measured_costs(num_rows=2, d0=1.0, d2=2.0)
-    easy, hard = (0.9, 0.9), (0.45, 0.4)
+    easy = (0.9, 0.9)
+    hard = (0.45, 0.4)
     assert batch_depth([knowing(*easy)], costs, 2, 2) == 2
     assert batch_depth([knowing(*hard)], costs, 2, 2) == 0
     assert batch_depth([knowing(*easy), knowing(*hard)], costs, 2, 2) == 1

@@ -46,7 +46,8 @@ def test_what_was_gained_is_the_difference() -> None:
 
 
 def test_a_counter_that_fell_is_an_error_though_their_sum_rose() -> None:
-    before, now = VLLM.format(drafts=12), VLLM.format(drafts=3).replace("1.0e+01", "9.0e+01")
+    before = VLLM.format(drafts=12)
+    now = VLLM.format(drafts=3).replace("1.0e+01", "9.0e+01")
     with pytest.raises(DataError, match=r"drafts\{engine=\"0\".*was 12 and is now 3; .*was restarted"):
         drafts(now, before)
     with pytest.raises(DataError, match="was 12 and is now missing"):

@@ -47,7 +47,8 @@ PROMPTS = [random_prompt(length, seed=length) for length in (3, 21, 1)]
 @functools.cache
 def parts() -> nn.ModuleDict:
     """The drafter's parts with random weights; the layers are transformers'."""
-    config, width = copy.deepcopy(CONFIG), CONFIG.hidden_size
+    config = copy.deepcopy(CONFIG)
+    width = CONFIG.hidden_size
     kinds = {"layer_types": ["sliding_attention"] * len(READ), "mlp_layer_types": ["moe"] * len(READ)}
     config.update({**kinds, "num_hidden_layers": len(READ), "_attn_implementation": "eager"})
     made = {
@@ -61,7 +62,8 @@ def parts() -> nn.ModuleDict:
         "confidence_head": nn.Linear(width + RANK, 1, bias=False),
         "rotary": stock.DeepseekV4RotaryEmbedding(config),
     }
-    found, generator = nn.ModuleDict(made).requires_grad_(False).eval(), torch.Generator().manual_seed(7)
+    found = nn.ModuleDict(made).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(7)
     for name, value in found.state_dict().items():
         noise = torch.randn(value.shape, generator=generator)
         scale = 1.0 if "markov" in name else 0.3
@@ -72,7 +74,8 @@ def parts() -> nn.ModuleDict:
 def tensors() -> dict[str, Tensor]:
     """Return the drafter's tensors by the names of a release."""
     state = parts().state_dict()
-    first, last = {"main_proj.weight", "main_norm.weight"}, f"mtp.{LAST}."
+    first = {"main_proj.weight", "main_norm.weight"}
+    last = f"mtp.{LAST}."
     found = {f"mtp.0.{name}": state[name] for name in first}
     found |= {f"{last}markov_head.{name}.weight": state[f"{name}.weight"] for name in ("markov_w1", "markov_w2")}
     found |= {f"{last}hc_head_{name}": state[f"hc_head.hc_{name}"] for name in ("fn", "base", "scale")}
@@ -180,7 +183,8 @@ def opened(release: Path) -> tuple[OpenModel, Trunk]:
 def test_drafts_are_those_of_the_definition(release: Path) -> None:
     """No other layers, mask token, window, mask or correction gives them."""
     model, trunk = opened(release)
-    texts, drafting = plain_texts(TRUNK, PROMPTS, 40), model.load_drafting(trunk)
+    texts = plain_texts(TRUNK, PROMPTS, 40)
+    drafting = model.load_drafting(trunk)
     seen = drafted_in_rounds(trunk, drafting, texts, (BLOCK, 0, 2, BLOCK, BLOCK))
     right = Definition()
     changes: list[dict[str, Any]] = [{"layers": (0, 2)}, {"mask": MASK + 1}, {"window": 99}, {"window": 7}]

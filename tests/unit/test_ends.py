@@ -30,7 +30,8 @@ def outputs(ends: Ends) -> dict[str, Tensor]:
 
 
 def assert_equal(ends: Ends, whole: Ends) -> None:
-    found, expected = outputs(ends), outputs(whole)
+    found = outputs(ends)
+    expected = outputs(whole)
     assert holds(found, expected)
     assert not list(ends.layers.parameters())
 
@@ -52,7 +53,8 @@ def test_ends_are_those_of_the_whole_trunk(
 @torch.no_grad()
 def test_an_adapter_s_embedding_replaces_the_trunk_s(tmp_path: Path) -> None:
     path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "trunk")
-    checkpoint, plain = open_checkpoint(path), tmp_path / "plain"
+    checkpoint = open_checkpoint(path)
+    plain = tmp_path / "plain"
     write_adapter(path, plain)
     write_adapter(path, tmp_path / "saved", modules_to_save=["embed_tokens", "lm_head"])
     without = outputs(load_ends(checkpoint, dtype=torch.float32))

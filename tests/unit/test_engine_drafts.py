@@ -186,14 +186,16 @@ BLOCK_FAULTS = {
 
 @pytest.mark.parametrize("verdict", BLOCK_FAULTS)
 def test_the_wiring_of_a_block_drafter_is_named(verdict: str, tmp_path: Path) -> None:
-    trunk, drafter = save_stripped(BLOCK_TRUNK, tmp_path / "trunk"), block_drafter(tmp_path / "draft")
+    trunk = save_stripped(BLOCK_TRUNK, tmp_path / "trunk")
+    drafter = block_drafter(tmp_path / "draft")
     drafts = record(tmp_path, trunk, str(drafter), BLOCK_FAULTS[verdict], depth=5)
     found = probe_drafts(trunk, drafts, head=drafter)
     assert (found.verdict, found.equal[verdict]) == (verdict, 1.0)
 
 
 def test_rounds_that_are_replayed_together_draft_as_each_alone(tmp_path: Path) -> None:
-    trunk, drafter = save_stripped(BLOCK_TRUNK, tmp_path / "trunk"), block_drafter(tmp_path / "draft")
+    trunk = save_stripped(BLOCK_TRUNK, tmp_path / "trunk")
+    drafter = block_drafter(tmp_path / "draft")
     probed = load_known(open_model(str(trunk), str(drafter)))
     text = tuple(random_tokens(12, 1)[0].tolist())
     together, *alone = (

@@ -28,7 +28,8 @@ def test_the_same_rounds_are_equal_whatever_was_close() -> None:
 
 
 def test_a_draft_that_differs_at_a_near_tie_is_explained() -> None:
-    ours, theirs = text(((B, C), (B, A))), text(((B, B), (B, A)))
+    ours = text(((B, C), (B, A)))
+    theirs = text(((B, B), (B, A)))
     found = judged(ours, theirs, miss(3.9))
     assert found["verdict"] == "explained"
     assert found["first_differences"] == [{"text": 0, "what": "draft", "position": 1, "ours": (B, C), "theirs": (B, B)}]
@@ -51,7 +52,8 @@ def test_a_right_draft_that_was_refused_is_different() -> None:
 
 
 def test_a_round_at_the_limit_may_draft_less() -> None:
-    ours, theirs = text(((B, C), (B, A)), ((A, C), (A,))), text(((B, C), (B, A)), ((A,), (A,)))
+    ours = text(((B, C), (B, A)), ((A, C), (A,)))
+    theirs = text(((B, C), (B, A)), ((A,), (A,)))
     assert judged(ours, theirs)["verdict"] == "equal"
     longer = [text(*one.rounds[1:], ((C,), (C, C))) for one in (ours, theirs)]
     assert judged(*longer)["verdict"] != "equal"

@@ -149,7 +149,8 @@ def timed(name: str, shares: list[tuple[int, int]], seconds: float) -> MeasuredA
 
 def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays() -> None:
     ask = recipe(gate__baseline="none")
-    plain, slow = timed(PLAIN, STRONG, 1.0), timed("retrained", STRONG, 1.3)
+    plain = timed(PLAIN, STRONG, 1.0)
+    slow = timed("retrained", STRONG, 1.3)
     verdict = judge(ask, (plain, slow))
     assert verdict.outcome == "refused"
     assert "measured speedup 0.7" in verdict.reason

@@ -49,7 +49,8 @@ def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, shape in shapes.items():
-        start, end = end, end + 2 * torch.Size(shape).numel()
+        start = end
+        end = end + 2 * torch.Size(shape).numel()
         header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)

@@ -30,7 +30,8 @@ class Source:
         waiting = enumerate(texts)
         while True:
             sent = list(islice(waiting, CONCURRENCY - len(self.in_flight)))
-            self.in_flight, self.num_asked = self.in_flight + sent, self.num_asked + len(sent)
+            self.in_flight = self.in_flight + sent
+            self.num_asked = self.num_asked + len(sent)
             if not self.in_flight:
                 break
             number, text = self.in_flight.pop(self.place)
@@ -43,7 +44,8 @@ class Source:
         self.is_ended = True
 
     def states(self, kept: Sequence[int] = ()) -> FetchedStates:
-        trunk, dtype = tiny_trunk("glm4_moe"), torch.float32
+        trunk = tiny_trunk("glm4_moe")
+        dtype = torch.float32
         return FetchedStates(trunk, DOCUMENTS, self, self.stop, self.end, width=WIDTH, dtype=dtype, kept=kept)
 
 
@@ -64,7 +66,8 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", [0, -1], ids=["oldest", "newest"])
 def test_documents_are_read_in_the_order_of_training_whatever_arrives_first(place: int) -> None:
     """The newest first: what training waits for is in flight while the buffer is full. Some are read again."""
-    source, order = Source(place), [7, 2, 11, 0, 5, 4, 3, 9]
+    source = Source(place)
+    order = [7, 2, 11, 0, 5, 4, 3, 9]
     states = source.states(kept=[1, 2])
     states.expect(iter(order))
     assert_reads(states, 2, *order, 1, 2)
@@ -83,7 +86,8 @@ def test_fetching_waits_while_the_buffer_is_full(monkeypatch: pytest.MonkeyPatch
 
 
 def test_closing_takes_what_is_in_flight_and_ends_the_thread() -> None:
-    source, threads = Source(), threading.active_count()
+    source = Source()
+    threads = threading.active_count()
     states = source.states()
     states.expect(iter(range(len(DOCUMENTS))))
     assert_reads(states, 0)

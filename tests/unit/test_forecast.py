@@ -25,7 +25,8 @@ class Machine:
     """A clock that a simulated run moves, and the seconds of what the run does."""
 
     def __init__(self, seconds_of_row: float, seconds_of_round: float, tokens_per_second: float) -> None:
-        self.now, self.file = 0.0, io.StringIO()
+        self.now = 0.0
+        self.file = io.StringIO()
         self.of_row, self.of_round, self.speed = seconds_of_row, seconds_of_round, tokens_per_second
 
     def __call__(self) -> float:
@@ -49,7 +50,8 @@ def answer(machine: Machine, forecast: Forecast, recipe: Recipe, mean: int) -> N
     spec = recipe.data.regenerate
     assert spec is not None
     forecast.begin("answering")
-    rows, left = spec.batch_size or MAX_BATCH, spec.max_prompts or 0
+    rows = spec.batch_size or MAX_BATCH
+    left = spec.max_prompts or 0
     drawn, answered, tokens = lengths(mean, spec.max_new_tokens), 0, 0
     forecast.update(0.0, math.inf)
     while left:

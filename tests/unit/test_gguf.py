@@ -66,7 +66,8 @@ def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path, out: Path)
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name)
     opened = open_checkpoint(checkpoint)
     offset = GGUF_HEADS[opened.text_config["model_type"]].norm_offset
-    layout, stored = layout_of(opened), all_tensors(checkpoint)
+    layout = layout_of(opened)
+    stored = all_tensors(checkpoint)
     expected = [
         value.float() + offset if "norm" in key else value.float()
         for key, value in stored.items()
@@ -78,7 +79,8 @@ def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path, out: Path)
 
 
 def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, out: Path) -> None:
-    stored, found = all_tensors(qwen), values(exported(qwen, out))
+    stored = all_tensors(qwen)
+    found = values(exported(qwen, out))
     assert found.keys() == {
         "token_embd.weight",
         "output_norm.weight",
@@ -98,7 +100,8 @@ def test_a_head_kept_beside_the_trunk_becomes_one_more_block(qwen: Path, out: Pa
 
 
 def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, out: Path) -> None:
-    stored, found = all_tensors(glm), values(exported(glm, out))
+    stored = all_tensors(glm)
+    found = values(exported(glm, out))
     layer = "model.layers.3."
     experts = torch.stack([stored[f"{layer}mlp.experts.{expert}.up_proj.weight"] for expert in range(4)])
     assert np.array_equal(found["blk.3.ffn_up_exps.weight"], half(experts))
@@ -129,7 +132,8 @@ def test_experts_are_stacked_by_their_numbers(
     family_name: str, store: Callable[[Path], Path], tmp_path: Path, out: Path
 ) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name, MANY_EXPERTS)
-    layout, stored = layout_of(open_checkpoint(checkpoint)), all_tensors(checkpoint)
+    layout = layout_of(open_checkpoint(checkpoint))
+    stored = all_tensors(checkpoint)
     first = [key for key in stored if layout.is_head_key(key) and ".experts.0." in key]
     assert len(first) > 1
     found = values(exported(store(checkpoint), out))
@@ -165,11 +169,13 @@ def hand_made(path: Path, family_name: str, tensors: dict[str, torch.Tensor], re
 
 
 def test_latent_attention_is_cut_into_keys_and_values(tmp_path: Path) -> None:
-    heads, latent = 2, 4
+    heads = 2
+    latent = 4
     kv_b = torch.randn(heads * 5, latent)
     key = "model.layers.3.self_attn.kv_b_proj.weight"
     found = hand_made(tmp_path / "tuned", "glm4_moe", {key: kv_b}, "glm4_moe_lite")
-    keys, its_values = found["blk.3.attn_k_b.weight"].load(), found["blk.3.attn_v_b.weight"].load()
+    keys = found["blk.3.attn_k_b.weight"].load()
+    its_values = found["blk.3.attn_v_b.weight"].load()
     assert (keys.shape, its_values.shape) == ((heads, latent, 3), (heads, 2, latent))
     assert torch.equal(keys[1, :, 2], kv_b[5 + 2])
     assert torch.equal(its_values[1, 0], kv_b[5 + 3])
@@ -326,8 +332,10 @@ def test_a_mixture_is_described_by_all_of_its_sizes(
 
 
 def test_the_vocabulary_fills_the_embedding(glm: Path, out: Path) -> None:
-    found, tokenizer = metadata(exported(glm, out)), byte_tokenizer()
-    tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    found = metadata(exported(glm, out))
+    tokenizer = byte_tokenizer()
+    tokens = found["tokenizer.ggml.tokens"]
+    kinds = found["tokenizer.ggml.token_type"]
     assert len(tokens) == len(kinds) == VOCAB_SIZE
     assert tokens[tokenizer.convert_tokens_to_ids("<|im_end|>")] == "<|im_end|>"
     assert kinds[tokenizer.convert_tokens_to_ids("<|im_end|>")] == gguf.TokenType.CONTROL

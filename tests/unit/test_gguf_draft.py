@@ -89,7 +89,8 @@ def test_a_draft_model_has_the_trunks_vocabulary_and_llama_cpps_order(tmp_path: 
 
 def test_a_run_on_a_gguf_file_is_told_to_export_one(tmp_path: Path) -> None:
     """The converter needs the trunk's checkpoint, which there is none of."""
-    family, run_dir = of_kind(family_of("llama"), "eagle3"), tmp_path / "a run"
+    family = of_kind(family_of("llama"), "eagle3")
+    run_dir = tmp_path / "a run"
     run_dir.mkdir()
     trunk = str(write_trunk(tmp_path / "trunk.gguf"))
     write_recipe(run_dir / "recipe.yaml", tmp_path, run_dir, model__trunk=trunk, head__kind="eagle3")

@@ -65,7 +65,8 @@ def test_a_head_reads_the_embedding_and_the_lm_head_of_its_new_trunk(family_name
 def test_a_head_s_own_lm_head_stays_and_has_the_trunk_s_tokens(tmp_path: Path, capsys: Capture) -> None:
     base = checkpoint_with_head(tmp_path / "base", "step3p7")
     tuned = checkpoint_with_head(tmp_path / "tuned", "step3p7", vocab_size=MORE)
-    same, more = write_trunk_of(base, tmp_path / "same.gguf"), write_trunk_of(tuned, tmp_path / "more.gguf")
+    same = write_trunk_of(base, tmp_path / "same.gguf")
+    more = write_trunk_of(tuned, tmp_path / "more.gguf")
     assert run_command("graft", same, "--from", base, "--out", tmp_path / "out.gguf") == 0
     name = f"blk.3.{BY_TOKEN[1]}"
     assert name in {one.name for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
@@ -83,7 +84,8 @@ def test_a_head_with_other_experts_is_refused(glm: Path, tmp_path: Path, capsys:
 
 def test_a_row_in_one_file_is_a_vector_in_another(tmp_path: Path) -> None:
     """Converters write the gate of a shared expert in both ways, and llama.cpp reads both."""
-    base, trunk = checkpoint_with_head(tmp_path / "base", "qwen3_5_moe"), tmp_path / "tuned.gguf"
+    base = checkpoint_with_head(tmp_path / "base", "qwen3_5_moe")
+    trunk = tmp_path / "tuned.gguf"
     writer = gguf.GGUFWriter(trunk, "qwen35moe")
     writer.add_block_count(4)
     writer.add_embedding_length(32)
@@ -120,7 +122,8 @@ def test_a_head_of_other_sizes_is_refused(
 
 
 def test_a_file_that_llama_cpp_refuses_is_not_called_healthy(glm: Path, tmp_path: Path) -> None:
-    whole, name = tmp_path / "whole.gguf", "blk.3.ffn_down_exps.weight"
+    whole = tmp_path / "whole.gguf"
+    name = "blk.3.ffn_down_exps.weight"
     command = ["graft", str(glm / "tuned.gguf"), "--from", str(glm / "base"), "--out", str(whole), "--head", "f32"]
     assert main(command) == 0
     found = inspect(changed(whole, tmp_path / "six.gguf", name, (6, 32, 16)))

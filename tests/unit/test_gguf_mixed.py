@@ -196,7 +196,8 @@ def test_a_released_config_is_described_block_by_block(
 @pytest.mark.skipif("mimo_v2_flash" not in NAMES, reason="this transformers does not run MiMo-V2-Flash")
 def test_query_key_and_value_become_one_matrix(tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "mimo_v2_flash")
-    stored, found = all_tensors(checkpoint), values(exported(checkpoint, out))
+    stored = all_tensors(checkpoint)
+    found = values(exported(checkpoint, out))
     for module in range(3):
         attention = f"model.mtp.layers.{module}.self_attn."
         joined = torch.cat([stored[f"{attention}{part}_proj.weight"] for part in "qkv"])
@@ -210,7 +211,8 @@ def test_query_key_and_value_become_one_matrix(tmp_path: Path, out: Path) -> Non
 @pytest.mark.skipif("nemotron_h" not in NAMES, reason="this transformers does not run Nemotron-H")
 def test_a_head_of_two_sublayers_is_one_block(tmp_path: Path, out: Path) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "nemotron_h")
-    stored, found = all_tensors(checkpoint), values(exported(checkpoint, out))
+    stored = all_tensors(checkpoint)
+    found = values(exported(checkpoint, out))
     query = stored["mtp.layers.0.mixer.q_proj.weight"].half().float().numpy()
     # Of a head's 16 rows, row 0, then 8, then 1: what llama.cpp's converter makes of each.
     assert np.array_equal(found["blk.5.attn_q.weight"][16:19], query[[16, 24, 17]])

@@ -71,7 +71,8 @@ def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
 def test_a_head_of_a_checkpoint_joins_its_trunk(
     base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    before, out = trunk.read_bytes(), tmp_path / "whole.gguf"
+    before = trunk.read_bytes()
+    out = tmp_path / "whole.gguf"
     stripped = inspect(trunk)
     assert (stripped.status, stripped.cure) == ("none", f"mtp-train graft {trunk} --from BASE --out tuned-mtp.gguf")
     pasted = stripped.cure.replace("BASE", str(base)).replace("tuned-mtp.gguf", str(out))
@@ -129,7 +130,8 @@ def raw_of(reader: gguf.GGUFReader) -> dict[str, tuple[Any, bytes]]:
 def test_a_head_of_a_gguf_file_is_copied_or_stored_anew(
     kind: str | None, stored: str, step: float, head: gguf.GGUFReader, trunk: Path, tmp_path: Path
 ) -> None:
-    source, out = tmp_path / "alone" / "mtp-base.gguf", tmp_path / "whole.gguf"
+    source = tmp_path / "alone" / "mtp-base.gguf"
+    out = tmp_path / "whole.gguf"
     flags = [] if kind is None else ["--head", kind]
     assert run_command("graft", trunk, "--from", source, "--out", out, *flags) == 0
     reader = gguf.GGUFReader(out)
@@ -137,7 +139,8 @@ def test_a_head_of_a_gguf_file_is_copied_or_stored_anew(
     assert found[f"blk.{LAYERS}.nextn.eh_proj.weight"] == stored
     assert found[f"blk.{LAYERS}.nextn.enorm.weight"] == "F32"
     name = f"blk.{LAYERS}.nextn.eh_proj.weight"
-    error, largest = np.abs(values(reader)[name] - values(head)[name]).max(), np.abs(values(head)[name]).max()
+    error = np.abs(values(reader)[name] - values(head)[name]).max()
+    largest = np.abs(values(head)[name]).max()
     assert error <= step * largest
     # No more steps than the kind has.
     assert step == 0 or error > 0
@@ -206,7 +209,8 @@ def test_a_head_that_cannot_work_is_no_healthy_one(base: Path, trunk: Path, tmp_
 def test_a_head_with_a_reduced_vocabulary_is_refused(
     head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    reduced, name = tmp_path / "reduced.gguf", f"blk.{LAYERS}.nextn.shared_head_head.weight"
+    reduced = tmp_path / "reduced.gguf"
+    name = f"blk.{LAYERS}.nextn.shared_head_head.weight"
     writer = writer_of(head, reduced)
     writer.add_tensor(name, np.ones((100, 32), dtype=np.float32))
     finish(writer)
@@ -234,7 +238,8 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
     whole = tmp_path / "whole.gguf"
     write_whole(base, head, whole)
-    expected, opened = all_tensors(base), open_location(str(whole))
+    expected = all_tensors(base)
+    opened = open_location(str(whole))
     found = all_tensors(opened.path)
     assert found.keys() == expected.keys()
     for key, value in found.items():
@@ -285,7 +290,8 @@ def test_a_rescue_of_a_gguf_file_ends_in_one(
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
     # What is measured on so small a model recommends no number of drafts.
     monkeypatch.setattr("mtp_train.report.wording.serving_depth", lambda _report: 2)
-    whole, out = tmp_path / "tuned.gguf", tmp_path / "rescued"
+    whole = tmp_path / "tuned.gguf"
+    out = tmp_path / "rescued"
     write_whole(base, head, whole)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "text {index} of {index * index}"}}\n' for index in range(24)))
@@ -305,7 +311,8 @@ def test_a_rescue_of_a_gguf_file_ends_in_one(
     assert "convert_hf_to_gguf" not in page
     # A run of a recipe writes no GGUF file: its command does, or writes the head for a trunk that has none.
     monkeypatch.chdir(tmp_path)
-    stripped, recipe = write_trunk(tmp_path / "stripped.gguf", head)[0], out / "recipe.yaml"
+    stripped = write_trunk(tmp_path / "stripped.gguf", head)[0]
+    recipe = out / "recipe.yaml"
     for file, flag in ((whole, "-m"), (stripped, "-md")):
         recipe.write_text(recipe.read_text().replace(str(whole), str(file)))
         write, serve = str(RunResult(0, "done", "", "done", out).serves["llama.cpp"]).split(" && ")

@@ -111,7 +111,8 @@ def v4(tmp_path: Path) -> Path:
 
 
 def test_every_tensor_stands_where_llama_cpp_looks_for_it(v4: Path, out: Path) -> None:
-    stored, found = all_tensors(as_released(v4)), values(exported(v4, out, "f32"))
+    stored = all_tensors(as_released(v4))
+    found = values(exported(v4, out, "f32"))
     expected = {ours: stored[f"mtp.0.{theirs}"] for ours, theirs in NATIVE_NAMES.items()}
     expected |= {
         f"blk.4.ffn_{ours}_exps.weight": torch.stack(

@@ -140,7 +140,8 @@ def test_a_drafter_beside_a_trunk_of_any_family_is_named(
         write_json(other / "config.json", config)
     else:
         set_fields(other, config)
-    found, before = inspect(other), tree(other)
+    found = inspect(other)
+    before = tree(other)
     assert (found.status, found.cure, {*found.head.found_keys}) == ("foreign", None, {*block})
     assert not found.head.unexpected_keys
     assert f"DSpark drafter {named}" in found.runs_here

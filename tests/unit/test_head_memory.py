@@ -97,7 +97,8 @@ def test_the_loss_is_over_the_tokens_that_engines_draft_from(kind: str, planned:
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("depths", [1, 3])
 def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: dict[str, Any] | None, depths: int) -> None:
-    trunk, used = tiny_trunk(name), recipe("bf16", depths, lora)
+    trunk = tiny_trunk(name)
+    used = recipe("bf16", depths, lora)
     step = Step(trunk, tiny_head(trunk), used)
     planned = converted_head_bytes(memory_options(used), step.shapes)
     # Not kept: the router's matrix, which is multiplied in fp32, and with LoRA the projection of depth 1, whose input
@@ -109,7 +110,8 @@ def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: dict[str, An
 
 def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
     trunk = tiny_trunk("qwen3_5_moe")
-    one, three = recipe("bf16", 3, LORA, True), recipe("bf16", 3, LORA)
+    one = recipe("bf16", 3, LORA, True)
+    three = recipe("bf16", 3, LORA)
     step = Step(trunk, tiny_head(trunk), one)
     assert 3 * converted_head_bytes(memory_options(one), step.shapes) == converted_head_bytes(
         memory_options(three), step.shapes
@@ -120,7 +122,8 @@ def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
 def with_experts(num_experts: int, used: Recipe) -> tuple[int, int]:
     """Return the peak of a step of a mixture, and what of it is planned by the shapes of its weights."""
     config = tiny_config("qwen3_5_moe", num_layers=1)
-    config.num_experts, config.moe_intermediate_size = num_experts, 64
+    config.num_experts = num_experts
+    config.moe_intermediate_size = 64
     trunk = Trunk(AutoModelForCausalLM.from_config(config).requires_grad_(False).eval(), family_of("qwen3_5_moe"))
     # Held as it computes: no layer of the trunk is converted.
     step = Step(trunk.to(memory_options(used).compute_dtype), random_head(trunk).float(), used)

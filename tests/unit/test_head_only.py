@@ -37,7 +37,8 @@ def test_a_head_alone_opens_again_bit_for_bit(
     if sharded:
         shard(base)
     assert run_command("export", base, "--out", out, "--head-only") == 0
-    written, checkpoint = all_tensors(out), open_checkpoint(out)
+    written = all_tensors(out)
+    checkpoint = open_checkpoint(out)
     layout = layout_of(checkpoint)
     expected = {key for key in before if layout.is_head_key(key)} | {"model.embed_tokens.weight"}
     assert written.keys() == expected | (set() if tied else {"lm_head.weight"})
@@ -76,7 +77,8 @@ def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path, out: Path) -
 
 
 def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
-    base, out = base_of(tmp_path, "qwen3_5"), tmp_path / "out"
+    base = base_of(tmp_path, "qwen3_5")
+    out = tmp_path / "out"
     tensors = load_file(base / SINGLE_FILE)
     renamed = {key.replace("lm_head.", "language_model.lm_head."): value for key, value in tensors.items()}
     save_file(renamed, base / SINGLE_FILE)
@@ -87,7 +89,8 @@ def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -> None:
-    base, out = base_of(tmp_path, "qwen3_5"), tmp_path / "my head"
+    base = base_of(tmp_path, "qwen3_5")
+    out = tmp_path / "my head"
     found = document(["export", base, "--out", out, "--head-only"], capfd)
     *command, flag, value = shlex.split(found["serves"]["vllm"])
     assert (command, flag) == (["vllm", "serve", str(base)], "--speculative-config")
@@ -101,6 +104,7 @@ def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -
 def test_a_new_head_takes_the_place_of_the_stored_one(out: Path, run_dir: Path) -> None:
     """A run's trained head is written, with the trunk's embedding."""
     assert run_command("export", run_dir, "--out", out, "--head-only") == 0
-    written, exported = all_tensors(out), all_tensors(run_dir / "export")
+    written = all_tensors(out)
+    exported = all_tensors(run_dir / "export")
     assert holds(exported, written)
     assert any(key.startswith("mtp.") for key in written)

@@ -32,7 +32,8 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
 
 
 def test_a_depth_ends_with_the_norm_of_its_module() -> None:
-    head, state_BTD = tiny_head(tiny_trunk("glm4_moe"), num_modules=2), torch.randn(1, 3, 32)
+    head = tiny_head(tiny_trunk("glm4_moe"), num_modules=2)
+    state_BTD = torch.randn(1, 3, 32)
     first, second = (module.final_norm(state_BTD) for module in head.blocks)
     assert not torch.equal(first, second)
     assert torch.equal(head.norm_for(2)(state_BTD), second)

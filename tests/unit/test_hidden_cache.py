@@ -56,7 +56,8 @@ def built(trunk: Trunk, directory: Path, world: int = 1) -> tuple[HiddenCache, l
 
 def build(states: TrunkStates, cache: HiddenCache, world: int) -> list[int]:
     """Write what is missing with each rank in turn; return the number of turns each was told of."""
-    told, missing = list[int](), cache.missing()
+    told = list[int]()
+    missing = cache.missing()
     for rank in range(world):
         cache.build(
             states,
@@ -161,7 +162,8 @@ def test_the_loss_is_that_of_the_trunk_itself(family_name: str, tmp_path: Path) 
 def joined(found: list[Document]) -> list[Document]:
     """The same tokens, with the end of the first document elsewhere."""
     first, second, *rest = found
-    ids, mask = (*first.input_ids, second.input_ids[0]), (*first.loss_mask, second.loss_mask[0])
+    ids = (*first.input_ids, second.input_ids[0])
+    mask = (*first.loss_mask, second.loss_mask[0])
     return [
         replace(first, input_ids=ids, loss_mask=mask),
         replace(second, input_ids=second.input_ids[1:], loss_mask=second.loss_mask[1:]),

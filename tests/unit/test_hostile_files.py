@@ -39,7 +39,8 @@ def parquet_of(table: pa.Table) -> bytes:
 
 
 def invalid_text() -> pa.Array:
-    offsets, content = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    offsets = pa.py_buffer(b"\0\0\0\0\2\0\0\0")
+    content = pa.py_buffer(b"\xff\xfe")
     return pa.Array.from_buffers(pa.string(), 1, [None, offsets, content])
 
 

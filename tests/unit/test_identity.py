@@ -108,7 +108,8 @@ def test_a_touched_file_is_read_again_once_if_its_new_status_is_kept(
 
 def test_files_that_changed_are_named_in_order() -> None:
     gone, new, changed = ("f", "b", "h"), ("g", "a", "d"), ("c", "e", "i")
-    recorded, found = dict.fromkeys((*gone, *changed), "old"), dict.fromkeys((*new, *changed), "new")
+    recorded = dict.fromkeys((*gone, *changed), "old")
+    found = dict.fromkeys((*new, *changed), "new")
     named = [f"{name} (gone)" for name in gone] + [f"{name} (new)" for name in new] + [*changed]
     assert changed_files(recorded, found) == sorted(named)
 
@@ -118,7 +119,8 @@ def test_a_rewrite_within_the_tick_of_the_last_write_is_found(
     hashed_after_ns: int, is_found: bool, files: InputFiles
 ) -> None:
     """A rewritten file may have the same status if the clock did not advance, so a fresh status is not trusted."""
-    path, first = files.files["model.safetensors"], hashed(files)["model.trunk"]
+    path = files.files["model.safetensors"]
+    first = hashed(files)["model.trunk"]
     path.write_text("WEIGHTS")
     size, mtime_ns, ctime_ns, inode, device = file_status(path.stat())
     sha256 = first.files["model.safetensors"].sha256

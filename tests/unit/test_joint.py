@@ -90,7 +90,8 @@ def test_micro_batches_make_one_step(limit: float, base: Path, tmp_path: Path, m
         gradients: list[dict[str, torch.Tensor]] = []
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         trainer = beside(base, tmp_path / str(size), lr=1e-4, save_strategy="no", **settings)
-        named, optimizer = head_of(trainer).named, head_of(trainer).optimizer
+        named = head_of(trainer).named
+        optimizer = head_of(trainer).optimizer
 
         def keep(*_: Any, named: Any = named, gradients: list[Any] = gradients) -> None:
             gradients.append({name: value.grad.clone() for name, value in named.items()})

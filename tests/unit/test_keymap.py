@@ -151,8 +151,11 @@ def test_inkling_keys_are_those_of_the_releases() -> None:
 
 
 def test_renaming_follows_the_decoder_prefix_only_where_keys_carry_it() -> None:
-    glm, qwen = family_of("glm4_moe"), family_of("qwen3_5")
-    plain, wrapped = HeadLayout(glm, "model.", 46), HeadLayout(glm, "model.language_model.", 46)
+    glm = family_of("glm4_moe")
+    qwen = family_of("qwen3_5")
+    plain = HeadLayout(glm, "model.", 46)
+    wrapped = HeadLayout(glm, "model.language_model.", 46)
     assert plain.renamed("model.layers.46.enorm.weight", wrapped) == "model.language_model.layers.46.enorm.weight"
-    plain, wrapped = HeadLayout(qwen, "model.", 4), HeadLayout(qwen, "model.language_model.", 4)
+    plain = HeadLayout(qwen, "model.", 4)
+    wrapped = HeadLayout(qwen, "model.language_model.", 4)
     assert plain.renamed("mtp.fc.weight", wrapped) == "mtp.fc.weight"

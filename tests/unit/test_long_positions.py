@@ -22,7 +22,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 def model(rope: dict[str, Any], most_positions: int) -> Any:
     torch.manual_seed(0)
     config = tiny_config("llama")
-    config.rope_parameters, config.max_position_embeddings = rope, most_positions
+    config.rope_parameters = rope
+    config.max_position_embeddings = most_positions
     return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
 
 
@@ -31,11 +32,14 @@ def tokens(number: int) -> torch.Tensor:
 
 
 def test_yarn_past_the_original_length_is_transformers_in_trunk_head_and_decoder() -> None:
-    stock, prompt = model(YARN, 4 * TRAINED), tokens(TRAINED + 4)
+    stock = model(YARN, 4 * TRAINED)
+    prompt = tokens(TRAINED + 4)
     trunk = Trunk(model(YARN, 4 * TRAINED), family_of("llama"))
     head = tiny_head(trunk)
-    positions, state = torch.arange(4 * TRAINED)[None], torch.zeros(1, 1, 1)
-    ours, theirs = head.rotary(state, positions), stock.model.rotary_emb(state, positions)
+    positions = torch.arange(4 * TRAINED)[None]
+    state = torch.zeros(1, 1, 1)
+    ours = head.rotary(state, positions)
+    theirs = stock.model.rotary_emb(state, positions)
     assert all(map(torch.equal, ours, theirs))
     plain = model({"rope_type": "default", "rope_theta": 1e4}, 4 * TRAINED).model.rotary_emb
     assert not torch.allclose(plain(state, positions)[0], ours[0], atol=0.1)
@@ -45,8 +49,10 @@ def test_yarn_past_the_original_length_is_transformers_in_trunk_head_and_decoder
 
 
 def test_dynamic_frequencies_are_transformers_up_to_the_trained_length_and_refused_beyond() -> None:
-    stock, trunk = model(DYNAMIC, TRAINED), Trunk(model(DYNAMIC, TRAINED), family_of("llama"))
-    within, beyond = tokens(TRAINED), tokens(TRAINED + 1)
+    stock = model(DYNAMIC, TRAINED)
+    trunk = Trunk(model(DYNAMIC, TRAINED), family_of("llama"))
+    within = tokens(TRAINED)
+    beyond = tokens(TRAINED + 1)
     expected = stock.model(input_ids=within).last_hidden_state
     assert torch.equal(trunk.causal_lm.model(input_ids=within).last_hidden_state, expected)
     with pytest.raises(UnsupportedModelError, match=r"expected at most 16 \(max_position_embeddings\)"):
@@ -54,8 +60,10 @@ def test_dynamic_frequencies_are_transformers_up_to_the_trained_length_and_refus
 
 
 def test_a_draft_beyond_the_trained_length_leaves_dynamic_frequencies_alone() -> None:
-    trunk, stock = Trunk(model(DYNAMIC, TRAINED), family_of("llama")), model(DYNAMIC, TRAINED)
-    head, state = tiny_head(trunk), torch.zeros(1, 1, 1)
+    trunk = Trunk(model(DYNAMIC, TRAINED), family_of("llama"))
+    stock = model(DYNAMIC, TRAINED)
+    head = tiny_head(trunk)
+    state = torch.zeros(1, 1, 1)
     for rotary, moves in ((head.rotary, False), (trunk.decoder.rotary_emb, False), (stock.model.rotary_emb, True)):
         before = rotary.inv_freq.clone()
         rotary(state, torch.tensor([[TRAINED + 8]]))

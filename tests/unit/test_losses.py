@@ -66,7 +66,8 @@ def autograd_loss(
     ``own_KVD``: the head's output matrices, where it does not use the trunk's.
     """
     student_KND = rows.student_KND.detach().double().requires_grad_()
-    lm_head_VD, weight_KN = rows.lm_head_VD.double(), rows.row_weight_KN.double()
+    lm_head_VD = rows.lm_head_VD.double()
+    weight_KN = rows.row_weight_KN.double()
     logits_KNV = student_KND @ (lm_head_VD if own_KVD is None else own_KVD.double()).mT
     if kind == "ce":
         targets_KN = rows.targets_N.expand(len(student_KND), -1)
@@ -84,7 +85,8 @@ def autograd_loss(
 
 
 def divergence(kind: str, log_q: Tensor, log_p: Tensor, temperature: float) -> Tensor:
-    q, p = log_q.exp(), log_p.exp()
+    q = log_q.exp()
+    p = log_p.exp()
     kl = temperature**2 * F.kl_div(log_q, p, reduction="none").sum(-1)
     tv = 1 - torch.minimum(p, q).sum(-1)
     if kind == "lk":

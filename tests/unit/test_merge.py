@@ -70,7 +70,8 @@ def refusal(checkpoint: Path, adapter: Path, out: Path, capfd: Capture) -> str:
 
 def assert_only_trunk_moved(out: Path, source: Path, names: str) -> None:
     """Exactly the stored tensors that match changed; files, index and all others are the source's, but for the card."""
-    old, new = all_tensors(source), all_tensors(out)
+    old = all_tensors(source)
+    new = all_tensors(out)
     assert list(new) == list(old)
     changed = {key for key in old if not torch.equal(old[key], new[key])}
     assert changed == {key for key in old if re.search(names, key)} != set()
@@ -243,7 +244,8 @@ def test_an_adapter_of_one_expert_s_own_layer_finds_it(tmp_path: Path, lora: Pat
     base = with_head(tmp_path, "glm4_moe")
     write_adapter(base, lora)
     adapter = lora / "adapter_model.safetensors"
-    down, up = torch.randn(4, 32), torch.randn(16, 4)
+    down = torch.randn(4, 32)
+    up = torch.randn(16, 4)
     name = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
     own = "model.layers.1.mlp.experts.2.up_proj.weight"
     save_tensors({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter)
@@ -382,7 +384,8 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied, vocab_size=BYTE_VOCAB_SIZE)
     shard(base)
     byte_tokenizer().save_pretrained(base)
-    before, rows = tree(base), BYTE_VOCAB_SIZE + 2
+    before = tree(base)
+    rows = BYTE_VOCAB_SIZE + 2
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(rows)
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole, init_lora_weights=False)
@@ -396,7 +399,8 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     assert config == read_json(base / "config.json") | {"vocab_size": rows}
     assert AutoTokenizer.from_pretrained(out)("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
     assert tokenizer("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
-    written, old = open_checkpoint(out), all_tensors(base)
+    written = open_checkpoint(out)
+    old = all_tensors(base)
     assert written.index is not None
     assert written.index["metadata"]["total_size"] == written.num_bytes
     unchanged = {key for key, value in all_tensors(out).items() if torch.equal(value, old[key])}

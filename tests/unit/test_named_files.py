@@ -60,7 +60,8 @@ def generated(path: Path, capfd: Capture) -> Any:
 def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
     directory: str, base: Path, capfd: Capture
 ) -> None:
-    expected, text = all_tensors(base), generated(base, capfd)
+    expected = all_tensors(base)
+    text = generated(base, capfd)
     nest(base, directory)
     assert same(all_tensors(base), expected)
     embedding = load_trunk(open_checkpoint(base), dtype="auto").causal_lm.get_input_embeddings().weight
@@ -138,11 +139,13 @@ def copied_to(path: Path, key: str, to: str) -> torch.Tensor:
 
 
 def test_of_a_tensor_in_two_shards_the_index_decides(base: Path, pristine: Path, tmp_path: Path) -> None:
-    trunk, head = "model.norm.weight", "mtp.fc.weight"
+    trunk = "model.norm.weight"
+    head = "mtp.fc.weight"
     weight_map = read_json(base / INDEX_FILE)["weight_map"]
     originals = all_tensors(base)
     for number, (key, other) in enumerate(itertools.product((trunk, head), SHARDS)):
-        path, holder = Path(shutil.copytree(base, tmp_path / str(number))), weight_map[key]
+        path = Path(shutil.copytree(base, tmp_path / str(number)))
+        holder = weight_map[key]
         if other == holder:
             continue
         copied_to(path, key, other)

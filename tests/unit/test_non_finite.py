@@ -42,7 +42,8 @@ class BadAfter(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, calls: int) -> None:
         super().__init__()
-        self.inner, self.calls = inner, calls
+        self.inner = inner
+        self.calls = calls
 
     def forward(self, state: Tensor) -> Tensor:
         self.calls -= 1

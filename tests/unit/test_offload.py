@@ -36,7 +36,8 @@ def offloaded(trunk: Trunk) -> Trunk:
 @torch.no_grad()
 def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(held: torch.dtype) -> None:
     other = torch.bfloat16 if held is torch.float32 else torch.float32
-    whole, parted = tiny_trunk("qwen3_5").to(held), offloaded(tiny_trunk("qwen3_5").to(held))
+    whole = tiny_trunk("qwen3_5").to(held)
+    parted = offloaded(tiny_trunk("qwen3_5").to(held))
     tokens_BT = torch.tensor([random_prompt(9)])
     with whole.computing_in(other), parted.computing_in(other):
         assert torch.equal(parted.hidden(tokens_BT), whole.hidden(tokens_BT))

@@ -137,7 +137,8 @@ def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> No
 def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, original: Path, tmp_path: Path) -> None:
     packed, _ = base_and_finetune(tmp_path / "packed", "qwen3_5")
     pack_head(packed, method)
-    before, plain = all_tensors(packed), all_tensors(original)
+    before = all_tensors(packed)
+    plain = all_tensors(original)
     if sharded:
         shard(packed)
     out = tmp_path / "out"

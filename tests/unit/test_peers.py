@@ -29,7 +29,8 @@ OURS, PEER = Cell("ce", "after_norm", "0.006"), Cell("speculators", "before_norm
 def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, out = tmp_path / "stand_in.py", tmp_path / "out"
+    program = tmp_path / "stand_in.py"
+    out = tmp_path / "out"
     program.write_text(STAND_IN)
     monkeypatch.setattr(peers, "PROGRAM", program)
     monkeypatch.setattr(peers, "TRAINERS", (("ce", "after_norm"), ("speculators", "before_norm")))

@@ -28,8 +28,10 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
     """The checkpoint is healthy, its head the base's byte for byte, and transformers loads all of its trunk."""
     found = inspect(path, base)
     assert (found.status, found.stale) == ("healthy", stale)
-    saved, original = open_checkpoint(path), open_checkpoint(base)
-    layout, base_layout = layout_of(saved), layout_of(original)
+    saved = open_checkpoint(path)
+    original = open_checkpoint(base)
+    layout = layout_of(saved)
+    base_layout = layout_of(original)
     own = [key for key in original.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
     assert own
     for key in own:
@@ -167,7 +169,8 @@ def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads(
     class Killed(BaseException):
         pass
 
-    model, out = load(base), tmp_path / "out"
+    model = load(base)
+    out = tmp_path / "out"
     size = "20KB" if sharded else "1GB"
     model.save_pretrained(tmp_path / "plain", max_shard_size=size)
     keep_head(model)
@@ -190,7 +193,8 @@ def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads(
             assert inspect(out).status == "healthy"
     _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
-    found, plain = open_checkpoint(out), all_tensors(tmp_path / "plain")
+    found = open_checkpoint(out)
+    plain = all_tensors(tmp_path / "plain")
     assert all(torch.equal(found.read(key), value) for key, value in plain.items())
     # The same save once more cures it.
     model.save_pretrained(out, max_shard_size=size)

@@ -20,7 +20,8 @@ class Hand:
 
 
 def test_a_log_gets_a_line_for_a_task_every_thirty_seconds() -> None:
-    file, clock = io.StringIO(), Hand()
+    file = io.StringIO()
+    clock = Hand()
     with LoggedProgress(Console(file=file, width=200), clock) as progress:
         task = progress.add_task("answering [1]", total=100)
         for second in range(1, 71):

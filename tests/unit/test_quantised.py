@@ -31,7 +31,8 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "w
 
 def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a matrix in FP8, the scales of its blocks, and what the two stand for, written out block by block."""
-    rows, columns = -(-value.shape[0] // BLOCK), -(-value.shape[1] // BLOCK)
+    rows = -(-value.shape[0] // BLOCK)
+    columns = -(-value.shape[1] // BLOCK)
     stored = value.to(torch.float8_e4m3fn)
     plain = value.clone()
     scales = torch.zeros(rows, columns)
@@ -46,7 +47,8 @@ def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -> dict[str, Tensor]:
     """Store the matrices whose keys match in FP8; return what they stand for."""
-    tensors, plain = all_tensors(path), {}
+    tensors = all_tensors(path)
+    plain = {}
     for key in [key for key in tensors if re.search(pattern, key) and tensors[key].ndim == 2]:
         tensors[key], tensors[key.removesuffix("weight") + "weight_scale_inv"], plain[key] = to_fp8(tensors[key])
     assert plain
@@ -124,7 +126,8 @@ def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(
     for options in ([], ["--head-only"]):
         out = tmp_path / f"out{len(options)}"
         assert run_command("export", base, "--out", out, *options) == 0
-        written, before = all_tensors(out), all_tensors(base)
+        written = all_tensors(out)
+        before = all_tensors(base)
         assert all(
             torch.equal(value.view(torch.uint8), before[key].view(torch.uint8)) for key, value in written.items()
         )
@@ -201,7 +204,8 @@ def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(base: Path, tmp
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     quantise(quantised, r"^mtp\..*_proj\.weight")
     assert graft(quantised, base, out) == 0
-    written, expected = all_tensors(out), all_tensors(base)
+    written = all_tensors(out)
+    expected = all_tensors(base)
     assert same(written, expected)
     listed = quantisation(out)["modules_to_not_convert"]
     assert {*head_layers(out)} <= {*listed}
@@ -214,7 +218,8 @@ def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     plain = quantise(quantised, r"^model\.layers.*_proj\.weight")
-    checkpoint, original = open_checkpoint(quantised), open_checkpoint(base)
+    checkpoint = open_checkpoint(quantised)
+    original = open_checkpoint(base)
     change = compare_trunks(checkpoint, layout_of(checkpoint), original, Progress(disable=True))
     old = all_tensors(base)
     largest = max(float((value - old[key]).norm() / old[key].norm()) for key, value in plain.items())

@@ -59,7 +59,8 @@ def products_in(quantization: Quantization) -> torch.dtype:
 def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
     family_name: str, quantization: Quantization, tmp_path: Path
 ) -> None:
-    plain, trunk = packed(tmp_path, family_name, None), packed(tmp_path, family_name, quantization)
+    plain = packed(tmp_path, family_name, None)
+    trunk = packed(tmp_path, family_name, quantization)
     dtype = {"8bit": torch.int8, "4bit": torch.uint8}[quantization]
     linear = {name: part for name, part in trunk.causal_lm.named_modules() if isinstance(part, nn.Linear)}
     kept = {

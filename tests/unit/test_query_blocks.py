@@ -47,7 +47,8 @@ def attended(inputs: list[Tensor], mask: Any, **options: Any) -> list[Tensor]:
 
 def in_blocks(block: int, name: str, dtype: torch.dtype, depth: int, spoilt: Any = 0) -> list[Tensor]:
     """Attend in blocks of so many queries; some spoil the mask's border between documents."""
-    inputs, options = drawn(dtype, depth), dict(KEPT[name])
+    inputs = drawn(dtype, depth)
+    options = dict(KEPT[name])
     if "s_aux" in options:
         options["s_aux"] = options["s_aux"].clone().requires_grad_()
         inputs.append(options["s_aux"])
@@ -63,7 +64,8 @@ def in_blocks(block: int, name: str, dtype: torch.dtype, depth: int, spoilt: Any
 def test_blocks_of_queries_give_the_values_and_gradients_of_the_whole_mask(
     name: str, depth: int, dtype: torch.dtype
 ) -> None:
-    whole, blocks = in_blocks(10, name, dtype, depth), in_blocks(4, name, dtype, depth)
+    whole = in_blocks(10, name, dtype, depth)
+    blocks = in_blocks(4, name, dtype, depth)
     one_document = in_blocks(4, name, dtype, depth, spoilt=torch.tensor([[0] * 7 + [-1] * 3, [0] * 2 + [-1] * 8]))
     # In bf16 a bound of 30 terms would allow anything.
     terms = 30 if dtype == torch.float32 else 1

@@ -66,7 +66,8 @@ def test_dropped_rows_change_no_text_and_no_draft(
     drafter: str, draft_sampling: DraftSampling, forwards: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every kind of cache in test_decoder_fuzz.py."""
-    trunk, requests = trunk_of("qwen3_5"), requests_of(heat=0.8)
+    trunk = trunk_of("qwen3_5")
+    requests = requests_of(heat=0.8)
     drafting = None if drafter == "plain" else DRAFTING[drafter](trunk)
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=draft_sampling)
     found = [outcome(result) for result in decoder.generate(requests)]

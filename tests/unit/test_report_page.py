@@ -79,7 +79,8 @@ def test_hostile_names_are_shown_as_text() -> None:
 
 def test_vanilla_and_recorded_arms_stand_apart() -> None:
     page = page_of(SAMPLE)
-    alike, apart = section(page, "Same trunk, same prompts"), section(page, "Another trunk, shown apart")
+    alike = section(page, "Same trunk, same prompts")
+    apart = section(page, "Another trunk, shown apart")
     assert "vanilla" not in alike
     assert "1.21 for vanilla, against 0.38" in apart
     assert "models/base\nhead: models/base" in apart

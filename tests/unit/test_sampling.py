@@ -54,7 +54,8 @@ def by_transformers(scores_NV: Tensor, sampling: Sampling) -> Tensor:
 def assert_same_distribution(actual: Tensor, expected: Tensor, ties: bool = False) -> None:
     if ties:
         # Which of several equal tokens top-p drops, transformers leaves to a sort that is not stable.
-        actual, expected = actual.sort().values, expected.sort().values
+        actual = actual.sort().values
+        expected = expected.sort().values
     assert torch.equal(actual > 0.0, expected > 0.0)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
@@ -108,7 +109,8 @@ def test_every_row_of_a_mixed_batch_equals_transformers(ties: bool) -> None:
 
 @pytest.mark.parametrize("top_p", [0.1, 0.3, 0.7, 0.8, 0.9])
 def test_top_p_drops_as_many_equal_tokens_as_transformers_and_the_first_of_them(top_p: float) -> None:
-    sampling, flat_V = Sampling(temperature=1.0, top_p=top_p), torch.zeros(10)
+    sampling = Sampling(temperature=1.0, top_p=top_p)
+    flat_V = torch.zeros(10)
     p_V = probabilities(flat_V[None, None], stack(sampling))[0, 0]
     assert_same_distribution(p_V, by_transformers(flat_V[None], sampling)[0], ties=True)
     num_kept = int((p_V > 0.0).sum())
@@ -126,7 +128,8 @@ def test_a_greedy_row_takes_the_first_largest_logit() -> None:
 
 def splitmix64(seed: int, position: int, stream: int) -> float:
     """Return the same number in Python's unbounded integers."""
-    golden, ones = 0x9E3779B97F4A7C15, 2**64 - 1
+    golden = 0x9E3779B97F4A7C15
+    ones = 2**64 - 1
 
     def mix(z: int) -> int:
         z = (z & ones ^ (z & ones) >> 30) * 0xBF58476D1CE4E5B9 & ones
@@ -138,7 +141,8 @@ def splitmix64(seed: int, position: int, stream: int) -> float:
 
 
 def test_noise_is_splitmix64_of_seed_stream_and_position() -> None:
-    seeds, positions = [0, 1, 12345678901, 2**63 - 1], [0, 1, 2, 4095, 10**6]
+    seeds = [0, 1, 12345678901, 2**63 - 1]
+    positions = [0, 1, 2, 4095, 10**6]
     for stream in (TOKEN, DRAFT, ACCEPT):
         u_BT = uniform(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), stream)
         assert u_BT.dtype == torch.float32
@@ -154,7 +158,8 @@ def test_a_draw_inverts_the_cumulative_distribution_left_to_right() -> None:
 
 def test_sums_that_fall_or_rise_at_a_weight_of_0_draw_no_such_token(monkeypatch: pytest.MonkeyPatch) -> None:
     # A parallel scan may return these sums: 0.5 at first, a step at the weight of 0, a fall after it.
-    uneven_V, stock = torch.tensor([0.5, 0.5000001, 1.0, 0.9999999]), torch.Tensor.cumsum
+    uneven_V = torch.tensor([0.5, 0.5000001, 1.0, 0.9999999])
+    stock = torch.Tensor.cumsum
 
     def cumsum(self: Tensor, dim: int) -> Tensor:
         return uneven_V.expand(self.shape).clone() if self.shape[-1] == 4 else stock(self, dim)

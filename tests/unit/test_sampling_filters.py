@@ -128,7 +128,8 @@ def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
     u_BT = (torch.arange(4000) + 0.5)[:, None] / 4000
     tokens_B = draw(p_BTV.expand(len(u_BT), -1, -1), u_BT)[:, 0]
     sums_V = p_BTV[0, 0].double().cumsum(-1)
-    low_B, high_B = sums_V[tokens_B] - p_BTV[0, 0].double()[tokens_B], sums_V[tokens_B]
+    low_B = sums_V[tokens_B] - p_BTV[0, 0].double()[tokens_B]
+    high_B = sums_V[tokens_B]
     assert float((low_B - u_BT[:, 0]).max()) < 1e-6
     assert float((u_BT[:, 0] - high_B).max()) < 1e-6
     # Whole blocks lie between the first token and the last.

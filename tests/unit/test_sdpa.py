@@ -113,7 +113,8 @@ def test_a_users_own_choice_comes_back() -> None:
 
 
 def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it() -> None:
-    first_is_in, second_is_in = threading.Event(), threading.Event()
+    first_is_in = threading.Event()
+    second_is_in = threading.Event()
     found = []
 
     def second() -> None:
@@ -128,7 +129,8 @@ def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it(
             first_is_in.set()
             second_is_in.wait()
 
-    first, other = threading.Thread(target=enter_and_leave), threading.Thread(target=second)
+    first = threading.Thread(target=enter_and_leave)
+    other = threading.Thread(target=second)
     first.start()
     other.start()
     other.join()
@@ -141,13 +143,15 @@ def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it(
 def test_blocks_of_queries_on_a_cpu_attend_to_all_their_keys_and_read_no_others(
     num_key_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, mask = drawn(dtype, 3, num_key_heads), UnrollMask(torch.tensor(DOCUMENTS), 3).whole()[:, None]
+    inputs = drawn(dtype, 3, num_key_heads)
+    mask = UnrollMask(torch.tensor(DOCUMENTS), 3).whole()[:, None]
 
     def in_blocks(block_queries: int) -> list[Tensor]:
         monkeypatch.setattr(attention, "BLOCK_QUERIES", block_queries)
         return attended(inputs, mask)
 
-    whole, blocks = in_blocks(10), in_blocks(4)
+    whole = in_blocks(10)
+    blocks = in_blocks(4)
     for found, expected in zip(blocks, whole, strict=True):
         # In bf16 a bound of 30 terms would allow anything.
         terms = 30 if dtype == torch.float32 else 1

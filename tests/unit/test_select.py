@@ -193,7 +193,8 @@ def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
 def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = recipe({"every_steps": 12})
     expected, _ = train(tmp_path / "whole", used)
-    stock, calls = loop.optimise, iter(range(1, 100))
+    stock = loop.optimise
+    calls = iter(range(1, 100))
 
     def told_in_the_middle(*arguments: Any) -> Any:
         import os

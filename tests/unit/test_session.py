@@ -64,7 +64,8 @@ def plain_text(name: str, prompt_ids: Sequence[int], num_tokens: int = 28) -> li
 def cut(plain: Sequence[int], request: Request) -> tuple[tuple[int, ...], str, str]:
     """Return the expected result of a request, given plain decoding: tokens, text and why it ended."""
     for end in range(1, request.max_new_tokens + 1):
-        tokens, text = tuple(plain[:end]), letters(plain[:end])
+        tokens = tuple(plain[:end])
+        text = letters(plain[:end])
         if tokens[-1] in request.stop_token_ids:
             return tokens, text, "stop"
     return tokens, text, "length"
@@ -133,7 +134,8 @@ def test_a_drafter_is_told_no_fewer_tokens_than_are_pending(is_ahead: bool, monk
     if is_ahead:
         run_ahead(monkeypatch)
     request = Request(prompt_ids=prompt(5), max_new_tokens=28)
-    lengths, bounds = [len(request.prompt_ids)], []
+    lengths = [len(request.prompt_ids)]
+    bounds = []
     draft = RereadingDrafter.draft
 
     def watched(drafter: RereadingDrafter, plan: RoundPlan, choice: DraftChoice) -> Drafts:

@@ -242,7 +242,8 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
 def test_spare_forwards_change_nothing(family_name: str) -> None:
     """Processes with fewer or shorter documents run the trunk as often as the others; what they get stays theirs."""
     trunk = tiny_trunk(family_name)
-    tokens_BT, document_BT = torch.arange(1, 13)[None], torch.tensor([[0] * 5 + [1] * 4 + [2] * 3])
+    tokens_BT = torch.arange(1, 13)[None]
+    document_BT = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3])
     expected_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
     forwards: list[tuple[int, ...]] = []
     trunk.decoder.register_forward_hook(lambda _module, _inputs, output: forwards.append(output[0].shape[:2]))

@@ -202,7 +202,8 @@ def test_convolutions_that_know_no_documents_leak(name: str, monkeypatch: pytest
 @torch.inference_mode()
 def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     trunk, head = models(name)
-    num_depths, wiring = 2, head.convention
+    num_depths = 2
+    wiring = head.convention
     pieces = [random_tokens()[:, :5], random_tokens()[:, 5:9]]
     padding_12 = torch.zeros(1, 2, dtype=torch.long)
     packed = unroll(

@@ -104,7 +104,8 @@ def test_each_part_gets_its_own_time_and_the_rest_is_waiting(
         again = 1
     train(tmp_path, clock)
     (line,) = read_metrics(tmp_path)
-    rounds, firsts = STEPS * MICRO_BATCHES, STEPS + again
+    rounds = STEPS * MICRO_BATCHES
+    firsts = STEPS + again
     assert {part: line[f"seconds_{part}"] for part in (*STEP_PARTS, "waiting")} == {
         "fetch": firsts * COST["batch"] + (rounds + again) * COST["states"],
         "forward": rounds * COST["forward"],
@@ -140,7 +141,8 @@ def test_a_gpu_s_parts_end_where_its_stream_reaches_them(monkeypatch: pytest.Mon
             return (end.at - self.at) * 1000
 
     monkeypatch.setattr(torch, "Event", Event)
-    timer, seconds = StepTimer(torch.device("cuda", 0)), dict.fromkeys(STEP_PARTS, 0.0)
+    timer = StepTimer(torch.device("cuda", 0))
+    seconds = dict.fromkeys(STEP_PARTS, 0.0)
     for hidden in (True, False):
         timer.mark("waiting")
         Event.busy_until = clock.now + 5

@@ -73,7 +73,8 @@ def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path:
     own = parse_arm(str(run_dir))
     assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
     assert subject_arm(str(run_dir), None, None) == own
-    plain, packed = parse_arm(f"{run_dir}@none"), parse_arm(f"{run_dir}@4bit")
+    plain = parse_arm(f"{run_dir}@none")
+    packed = parse_arm(f"{run_dir}@4bit")
     assert (plain.name, plain.quantization) == ("run7@none", None)
     assert (packed.name, packed.quantization) == ("run7@4bit", "4bit")
     assert packed == replace(own, name="run7@4bit", quantization="4bit")

@@ -44,7 +44,8 @@ def paired_rounds(
 
 def rounds_differ(first_PK1: Ints, second_PK1: Ints) -> bool:
     """Compare as if rounds were drawn one by one: the wrong test."""
-    mean, error = np.zeros(2), np.zeros(2)
+    mean = np.zeros(2)
+    error = np.zeros(2)
     for index, rounds_PK1 in enumerate((first_PK1, second_PK1)):
         times = rounds_PK1.sum(axis=0)
         mean[index] = times @ np.arange(DEPTH + 1) / times.sum()
@@ -187,7 +188,8 @@ def read_text(rng: np.random.Generator, name: str, mean_nats: float, skill: floa
 def control(first: MeasuredArm, second: MeasuredArm) -> tuple[ArmComparison, float, Interval]:
     """Return the comparison over all tasks, and the difference of overlap in it."""
     comparison = compare_arms([first, second])[0]
-    value, interval = comparison.delta_overlap_at_equal_entropy, comparison.delta_overlap_at_equal_entropy_ci95
+    value = comparison.delta_overlap_at_equal_entropy
+    interval = comparison.delta_overlap_at_equal_entropy_ci95
     assert value is not None
     assert interval is not None
     return comparison, value, interval
@@ -200,7 +202,8 @@ def mean_overlap(measured: MeasuredArm) -> float:
 def test_easier_text_is_not_a_better_head() -> None:
     """Tau differs, and so does overlap by far; at equal entropy nothing is left of it."""
     rng = np.random.default_rng(3)
-    easy, hard = read_text(rng, "easy", 0.6), read_text(rng, "hard", 1.2)
+    easy = read_text(rng, "easy", 0.6)
+    hard = read_text(rng, "hard", 1.2)
     comparison, at_equal, (low, high) = control(easy, hard)
     assert comparison.differs
     assert comparison.delta_tau > 0.3

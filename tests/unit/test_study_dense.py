@@ -27,7 +27,8 @@ LENGTHS = ((7, 9), (2, 5), (12, 1), (4, 6))
 
 def texts() -> tuple[list[Prompt], list[PromptRecord]]:
     rng = np.random.default_rng(0)
-    prompts, outputs = [], []
+    prompts = []
+    outputs = []
     for number, (length, new) in enumerate(LENGTHS):
         ids = tuple(rng.integers(0, VOCAB_SIZE, length).tolist())
         task = ("code", "prose")[number % 2]
@@ -59,7 +60,8 @@ def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMe
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_summed_they_are_the_figures_of_a_run(family: str) -> None:
     """Although those come from packed rows: prompts do not see each other in either."""
-    rows, metrics = rows_of(family), metrics_of(*model(family))
+    rows = rows_of(family)
+    metrics = metrics_of(*model(family))
     valid_KN = rows.valid_KN
     assert valid_KN.sum(axis=1).tolist() == metrics.num_targets
     assert np.bincount(rows.prompt_N).tolist() == [new for _, new in LENGTHS]

@@ -92,7 +92,8 @@ def serving(server: DraftingServer, reply: ReplyFn | None = None) -> Iterator[st
 
 def in_process(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: Sequence[int]) -> list[Cell]:
     """Return the cells of the same prompts, decoded here."""
-    decoder, decoded = SpeculativeDecoder(trunk, drafting, DEPTH, eos_ids), {}
+    decoder = SpeculativeDecoder(trunk, drafting, DEPTH, eos_ids)
+    decoded = {}
     for setting in (Setting(0.0, None, DEPTH, "greedy"), Setting(0.8, None, DEPTH, "argmax")):
         records = []
         for prompt in PROMPTS:
@@ -139,7 +140,8 @@ def test_counters_of_requests_side_by_side_tell_the_acceptance_of_all(
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
     with serving(server) as url:
         found = measure(url, eos_ids, concurrency=2)
-    document, cell = found.document, found.cells[0]
+    document = found.document
+    cell = found.cells[0]
     assert (document["server"], document["drafts"], document["counts"]) == ("vllm", None, "responses")
     assert document["model"] == "trunk"
     assert ["no interval, above --concurrency 1" in one for one in document["warnings"]] == [True]

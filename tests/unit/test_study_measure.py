@@ -69,7 +69,8 @@ def arms_of(trunk: Trunk, drafting: dict[str, Drafting], max_new_tokens: int, **
 def block(trunk: Trunk, drafting: dict[str, Drafting], out: Path) -> LaneRecords:
     store = Store(out, {"grid": repr(GRID)})
     arms = arms_of(trunk, drafting, GRID.max_new_tokens, batch=GRID.batch, store=store)
-    lanes, progress = arms.lanes(GRID.drafted(0.0, None)), Progress(disable=True)
+    lanes = arms.lanes(GRID.drafted(0.0, None))
+    progress = Progress(disable=True)
     found = decode_prompts(arms, {None: prompts()}, lanes, progress)
     (task,) = progress.tasks
     assert task.completed == task.total == 3 * (1 + len(lanes))
@@ -125,7 +126,8 @@ def test_times_are_the_best_of_several_passes(
 ) -> None:
     arms = arms_of(trunk, drafting, 20)
     setting = Setting(0.0, None, 2, "greedy")
-    stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
+    stock = Stopwatch._decode
+    taken = list[tuple[int, list[float]]]()
 
     def noted(self: Stopwatch, *given: Any) -> Any:
         record, seconds = stock(self, *given)

@@ -58,7 +58,8 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path, capfd: pytest.C
 
 
 def test_an_input_that_was_none_is_refused(tmp_path: Path, out: Path) -> None:
-    trunk, head = directory(tmp_path / "trunk", "1"), directory(tmp_path / "head", "1")
+    trunk = directory(tmp_path / "trunk", "1")
+    head = directory(tmp_path / "head", "1")
     opened(out, arm(), trunk).claim()
     opened(out, arm(), trunk)
     with pytest.raises(ChangedInputError, match=r"a: head \(.*\) was not among them; expected"):

@@ -129,7 +129,8 @@ def inserted(short: tuple[int, ...], long: tuple[int, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("template", [byte_tokenizer().chat_template, CHATML_WITHOUT_SYSTEM, None])
 def test_a_context_adds_one_block_and_changes_no_token(template: str | None) -> None:
-    suite, tokenizer = load_suite("builtin"), byte_tokenizer(template)
+    suite = load_suite("builtin")
+    tokenizer = byte_tokenizer(template)
     own = {prompt.id: prompt for prompt in suite_prompts(suite, tokenizer, prompts_per_task=3)}
     longest = max(len(prompt.prompt_ids) for prompt in own.values()) + 1
     shorter = suite_prompts(suite, tokenizer, prompts_per_task=3, context_tokens=longest)
@@ -171,9 +172,11 @@ def test_begin_of_text_stays_first_and_alone(make: Callable[[str], Any], written
 
 
 def test_filler_is_never_the_prompts_own_and_repeats_only_when_all_was_used() -> None:
-    tokenizer, length = byte_tokenizer(None), 30 + 5 * 31
+    tokenizer = byte_tokenizer(None)
+    length = 30 + 5 * 31
     for prompt in suite_prompts(LETTERS, tokenizer, context_tokens=length):
-        own, pieces = text(prompt)[-1], text(prompt).split("\n\n")
+        own = text(prompt)[-1]
+        pieces = text(prompt).split("\n\n")
         assert pieces[-1] == own * 30
         assert sorted(piece[0] for piece in pieces[:-1]) == [letter for letter in "abcdef" if letter != own]
     for prompt in suite_prompts(LETTERS, tokenizer, context_tokens=2 * length - 30):

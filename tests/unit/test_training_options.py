@@ -103,7 +103,8 @@ def test_a_head_drafts_by_its_own_output_matrices_or_a_part_of_the_trunk_s(
     kind: str, family_name: str, draft_vocab: Tensor | None
 ) -> None:
     """Against the loss of a model whose output matrices have no other rows, and which kl softens."""
-    batch, heat = batch_of(SEQ_LEN, 9, tokens=FEW), 2.0 if kind == "kl" else 1.0
+    batch = batch_of(SEQ_LEN, 9, tokens=FEW)
+    heat = 2.0 if kind == "kl" else 1.0
     module = training_module(family_name, kind, temperature=heat, draft_vocab=draft_vocab)
     terms, _ = loss_and_gradient(module, batch)
     vocab_R, output_KRD = output_rows(module)
@@ -140,7 +141,8 @@ def test_acceptance_is_measured_by_the_same_matrices(family_name: str, draft_voc
 
 
 def test_a_trunk_held_in_bf16_is_measured_in_fp32() -> None:
-    batch, ones_K = batch_of(SEQ_LEN, 9, tokens=FEW), torch.ones(NUM_DEPTHS)
+    batch = batch_of(SEQ_LEN, 9, tokens=FEW)
+    ones_K = torch.ones(NUM_DEPTHS)
     module = training_module(draft_vocab=FEW)
     module.ends.causal_lm.bfloat16()
     found = module(MicroBatch(batch, ones_K), measures=True)

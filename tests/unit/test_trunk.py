@@ -63,7 +63,8 @@ def test_a_vision_language_wrapper_gives_its_text_model(
 ) -> None:
     base, _ = base_and_finetune(tmp_path, family_name, tied=tied)
     shutil.copytree(base, tmp_path / "wrapped")
-    plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
+    plain = load(base)
+    wrapped = load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
     assert not any(parameter.requires_grad for parameter in plain.parameters())
@@ -76,7 +77,8 @@ def test_an_adapter_is_applied_unmerged_and_frozen(base: Path, tmp_path: Path) -
     )
     model.save_pretrained(tmp_path / "adapter")
     expected = model.eval()(TOKENS_1T).logits
-    bare, adapted = load(base), load(base, tmp_path / "adapter")
+    bare = load(base)
+    adapted = load(base, tmp_path / "adapter")
     logits = adapted.logits(adapted.hidden(TOKENS_1T))
     torch.testing.assert_close(logits, expected)
     assert not torch.allclose(bare.logits(bare.hidden(TOKENS_1T)), expected)
@@ -151,7 +153,8 @@ def test_a_whole_text_chooses_the_pools_of_keys_that_transformers_chooses() -> N
     stock.load_state_dict(trunk.causal_lm.state_dict())
     mask_BT = torch.ones(2, 9, dtype=torch.int64)
     mask_BT[1, 6:] = 0
-    tokens_BT, kept_BT = TOKENS_1T.expand(2, -1), mask_BT.bool()
+    tokens_BT = TOKENS_1T.expand(2, -1)
+    kept_BT = mask_BT.bool()
     expected = stock(tokens_BT, attention_mask=mask_BT).logits[kept_BT]
     found = trunk.logits(trunk.hidden(tokens_BT))[kept_BT]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

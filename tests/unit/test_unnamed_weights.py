@@ -139,7 +139,8 @@ def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_pat
 @pytest.mark.parametrize("link", ["hard", "copy"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_a_target_that_exists_is_never_written(link: str, suffix: str, tmp_path: Path) -> None:
-    source, mine = tmp_path / f"a{suffix}", tmp_path / f"mine{suffix}"
+    source = tmp_path / f"a{suffix}"
+    mine = tmp_path / f"mine{suffix}"
     source.write_bytes(b"a")
     mine.write_bytes(b"mine")
     for name, make in (("linked", os.link), ("symlinked", os.symlink)):

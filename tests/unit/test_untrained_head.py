@@ -160,8 +160,10 @@ def test_drawn_matrices_look_drawn_and_trained_ones_do_not(draw: str, shape: tup
 
 def test_heads_that_were_trained_here_are_marked_and_the_mark_stays_with_the_head(tmp_path: Path) -> None:
     """A head that a run trained too briefly to show it."""
-    base, finetune = drawn("qwen3_5", tmp_path / "base"), save_stripped(tiny_trunk("qwen3_5"), tmp_path / "finetune")
-    source, progress = open_checkpoint(finetune), quiet_progress()
+    base = drawn("qwen3_5", tmp_path / "base")
+    finetune = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "finetune")
+    source = open_checkpoint(finetune)
+    progress = quiet_progress()
     plan = graft_plan(source, open_checkpoint(base), "auto")
     state = plan.layout.join({one.key: one.load() for one in plan.head.tensors})
     trained = tmp_path / "trained"

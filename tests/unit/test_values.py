@@ -51,7 +51,8 @@ def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
 
 def test_added_tokens_do_not_count_as_change(base: Path, finetune: Path) -> None:
     def changes() -> list[float]:
-        ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
+        ours = open_checkpoint(finetune)
+        theirs = open_checkpoint(base)
         shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
         return [squared_change(blocks(ours, key), blocks(theirs, base_key))[0] for key, base_key in shared]
 

@@ -74,7 +74,8 @@ def test_rejection_on_tables_worked_by_hand(
 
 
 def test_a_round_without_drafts_draws_from_p() -> None:
-    none_BK, p_BK1V = torch.empty(1, 0), torch.tensor([P_K1V[:1]])
+    none_BK = torch.empty(1, 0)
+    p_BK1V = torch.tensor([P_K1V[:1]])
     verdict = verify_rejection(
         none_BK.long(), none_BK[..., None].expand(1, 0, 3), p_BK1V, none_BK, torch.tensor([[0.6]]), torch.tensor([0])
     )
@@ -83,7 +84,8 @@ def test_a_round_without_drafts_draws_from_p() -> None:
 
 
 def test_a_draft_that_the_trunk_cannot_say_is_refused_at_every_number() -> None:
-    p_BK1V, q_BKV = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
+    p_BK1V = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
+    q_BKV = torch.tensor([[[1.0, 0.0]]])
     for u in (0.0, 1.0 - 2.0**-24):
         u_B1 = torch.tensor([[u]])
         verdict = verify_rejection(torch.tensor([[0]]), q_BKV, p_BK1V, u_B1, u_B1.expand(1, 2), torch.tensor([1]))
@@ -108,9 +110,11 @@ def test_a_refusal_that_leaves_no_residual_draws_from_p() -> None:
 
 
 def test_what_lies_past_the_drafts_of_a_row_does_not_count() -> None:
-    p_BK1V, q_BKV = torch.tensor([P_K1V] * 2), torch.tensor([Q_KV] * 2)
+    p_BK1V = torch.tensor([P_K1V] * 2)
+    q_BKV = torch.tensor([Q_KV] * 2)
     q_BKV[1, 1] = math.nan
-    drafts_BK, u_BK1 = torch.tensor([[0, 2], [0, 1]]), torch.tensor([[0.3, 0.3, 0.3]] * 2)
+    drafts_BK = torch.tensor([[0, 2], [0, 1]])
+    u_BK1 = torch.tensor([[0.3, 0.3, 0.3]] * 2)
     verdict = verify_rejection(drafts_BK, q_BKV, p_BK1V, u_BK1[:, :2], u_BK1, torch.tensor([1, 1]))
     assert verdict.num_accepted_B.tolist() == [1, 1]
     assert verdict.tokens_BK1[:, :2].tolist() == [[0, 1]] * 2

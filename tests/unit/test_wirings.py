@@ -27,7 +27,8 @@ Change = Callable[[MtpHead], MtpHead]
 def demo(alike: bool = False) -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
     """Return the demo's base, a maker of its head, and what the base writes on prompts of code, or on chats alike."""
     model = open_model(str(demo_path("base")), OWN)
-    trunk, tokenizer = model.load_trunk(torch.device("cpu")), load_tokenizer(model.checkpoint)
+    trunk = model.load_trunk(torch.device("cpu"))
+    tokenizer = load_tokenizer(model.checkpoint)
     given = [json.loads(line)["text"] for line in demo_path("code").read_text().splitlines()[:80:8]]
     if alike:
         chats = ([{"role": "user", "content": f"Tell me about number {number} and why."}] for number in range(8))

@@ -46,7 +46,8 @@ def loaded(path: Path, **settings: Path) -> Trunk:
 @torch.inference_mode()
 def test_the_language_model_is_found_and_is_what_it_is_alone(wrapper: str, tied: bool, tmp_path: Path) -> None:
     path = save_wrapped(tmp_path / "model", wrapper, AROUND[wrapper], tied=tied)
-    checkpoint, alone = open_checkpoint(path), tiny_trunk(AROUND[wrapper], tied=tied)
+    checkpoint = open_checkpoint(path)
+    alone = tiny_trunk(AROUND[wrapper], tied=tied)
     assert (checkpoint.family.wrapper, checkpoint.family.title.endswith(WRAPPERS[wrapper])) == (wrapper, True)
     layout = layout_of(checkpoint)
     assert (layout.trunk_prefix, layout.lm_head_key in checkpoint.tensors) == ("language_model.model.", not tied)
