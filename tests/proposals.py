@@ -57,16 +57,22 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
             for part in node.values:
                 yield from _texts(part) if isinstance(part, ast.FormattedValue) else ()
-        elif isinstance(node, ast.List) and node.elts and _word(node.elts[0]) in PROGRAMS:
+        elif parts := _command(node):
             # The words of a command, which shlex joins; those of another list, if any, join the one before them.
-            words = [_word(one) for one in node.elts]
-            yield " ".join(words).replace(" *{}", "{}")
-            for one in node.elts[1:]:
+            yield " ".join(map(_word, parts)).replace(" *{}", "{}")
+            for one in parts[1:]:
                 yield from _texts(one)
         elif isinstance(node, ast.Constant):
             yield from [node.value] if isinstance(node.value, str) else []
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             yield from _texts(node)
+
+
+def _command(node: ast.AST) -> list[ast.expr]:
+    """Return the words of a list that begins with a program, or of a call that puts ours before them."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "command":
+        return [ast.Constant("mtp-train"), *node.args]
+    return node.elts if isinstance(node, ast.List) and node.elts and _word(node.elts[0]) in PROGRAMS else []
 
 
 def _word(node: ast.expr) -> str:

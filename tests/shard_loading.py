@@ -155,6 +155,8 @@ def damaged(case: str, directory: Path, accelerator: RunAccelerator) -> list[str
     if is_last:
         path = Path(shutil.copytree(path, directory / "damaged"))
     checkpoint = open_checkpoint(path)
+    # Reads the headers.
+    assert checkpoint.mlx_sign is None
     if is_last:
         file = next(path.glob("*.safetensors"))
         os.truncate(file, file.stat().st_size - 64)

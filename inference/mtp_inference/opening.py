@@ -22,7 +22,6 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.checkpoints.tokenizer import chat_prompt_tokens, raw_tokens
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.families import Family
 from mtp_train.heads.build import HeadPlan, deepest, drafting_of, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.heads.draft_model import draft_model, draft_plan
@@ -59,7 +58,6 @@ class OpenModel:
     """A trunk and its drafter whose files were opened and checked; no weight is loaded yet."""
 
     checkpoint: Checkpoint
-    family: Family
     adapter: Path | None
     """A peft adapter to apply to the trunk, unmerged."""
     quantization: Quantization | None
@@ -81,7 +79,7 @@ class OpenModel:
         A head that chains its modules has one module for each depth, and recurrent layers undo few tokens.
         """
         of_head = None if self.plan is None else deepest(self.plan)
-        of_trunk = most_undecided(self.family)
+        of_trunk = most_undecided(self.checkpoint.family)
         limits = [self.most_drafts, of_head, None if of_trunk is None else of_trunk - 1]
         return min(most for most in limits if most is not None)
 
@@ -131,7 +129,7 @@ def open_model(
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
     plan = None if head in (None, NGRAM) else head_plan(checkpoint, str(head))
-    return OpenModel(checkpoint, checkpoint.family, adapter_path, quantization, head, plan)
+    return OpenModel(checkpoint, adapter_path, quantization, head, plan)
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool, where: str) -> list[int]:

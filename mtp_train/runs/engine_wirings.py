@@ -92,11 +92,13 @@ def load_known(model: OpenModel) -> Probed:
     Raises:
         DataError: The wirings of what drafts are not known.
     """
-    family = model.family
-    # Both states can be read from the one before the final norm.
-    default = replace(family.wiring.default, hidden="before_final_norm")
-    family = replace(family, wiring=replace(family.wiring, default=default))
-    trunk = load_arm_trunk(replace(model, family=family), local_device())
+    trunk = load_arm_trunk(model, local_device())
+    family = trunk.family
+    if not family.reads_before_norm:
+        # Both states can be read from the one before the final norm.
+        default = replace(family.wiring.default, hidden="before_final_norm")
+        trunk.family = replace(family, wiring=replace(family.wiring, default=default))
+        trunk.listen()
     drafting = model.load_drafting(trunk)
     if not isinstance(drafting, HeadDrafting | BlockDrafting):
         raise DataError(f"--head: {model.head} has no known wirings; expected an MTP head or a draft model. Name one.")

@@ -231,7 +231,7 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)
     accelerator.failing_together = nullcontext
-    monkeypatch.setattr(trunks, "load_trunk", lambda _path, _family, **settings: settings)
+    monkeypatch.setattr(trunks, "load_trunk", lambda _checkpoint, **settings: settings)
     no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
     run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, accelerator=accelerator, progress=no_bar)
     settings: Any = trunks.load_run_trunk(run, torch.float32, to_shard=to_shard)
