@@ -70,7 +70,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 def _command(node: ast.AST) -> list[ast.expr]:
     """Return the words of a list that begins with a program, or of a call that puts ours before them."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "command":
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("command", "suggestions.command"):
         return [ast.Constant("mtp-train"), *node.args]
     return node.elts if isinstance(node, ast.List) and node.elts and _word(node.elts[0]) in PROGRAMS else []
 

@@ -43,10 +43,6 @@ def judge_command(run_dir: Path) -> str:
     return command("compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged")
 
 
-def export_command(checkpoint: str) -> str:
-    return command("export", checkpoint, "--out", grafted_name(checkpoint))
-
-
 def draft_model_flag(path: str, depth: int) -> str:
     """Return vLLM's flag for drafting with a head in a directory of its own."""
     config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}

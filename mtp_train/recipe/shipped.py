@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,4 +110,8 @@ def _summary(path: Path) -> str:
 
 
 def _listed(title: str, files: Sequence[ShippedFile]) -> str:
-    return "\n".join([f"{title}:", *(f"{file.name}  {file.summary}\n  {file.path}" for file in files)])
+    """Return the files under each other, in 70 columns but for their paths."""
+    lines = [f"{title}:"]
+    for file in files:
+        lines += [textwrap.fill(f"{file.name}  {file.summary}"), f"  {file.path}"]
+    return "\n".join(lines)

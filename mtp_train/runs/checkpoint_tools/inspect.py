@@ -445,7 +445,7 @@ def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | Non
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not found.stale and status == "healthy" and _misread(checkpoint)):
-        return suggestions.export_command(path)
+        return suggestions.command("export", path, "--out", suggestions.grafted_name(path))
     if checkpoint.family.layer is None:
         return suggestions.retrain_command(path, "ASSISTANT")
     if status == "none":
