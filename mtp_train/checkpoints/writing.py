@@ -71,6 +71,13 @@ def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
     return PendingTensor(key, dtype, value.shape, lambda: [value])
 
 
+def held_tensors(tensors: Mapping[str, Tensor]) -> list[PendingTensor]:
+    """Return tensors in memory as pending ones, each in its own dtype."""
+    from mtp_train.checkpoints.files import SAFETENSORS_DTYPES
+
+    return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
+
+
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
     """Return a tensor's bytes in the given stored dtype, without a copy where it already has that dtype."""
     import torch

@@ -18,7 +18,7 @@ from accelerate import PartialState
 
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, open_checkpoint, read_config
-from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
+from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method, require_declared
 from mtp_train.errors import CheckpointError, MtpError
@@ -473,8 +473,7 @@ def _checked(
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(trunk.config), f"{recipe.run_dir}/export", recipe.head.num_depths)
     # A directory with a config alone is enough for a plan for another machine.
-    has_tokenizer = any(file for pattern in TOKENIZER_PATTERNS for file in trunk.path.glob(pattern))
-    tokenizer = recipe_tokenizer(recipe, trunk) if has_tokenizer else None
+    tokenizer = recipe_tokenizer(recipe, trunk) if matching_files(trunk.path, TOKENIZER_PATTERNS) else None
     text = None if tokenizer is None else gather_text(recipe, tokenizer, model.text_config.vocab_size)
     layers = served_layers(model.text_config, head_family.wiring.trunk_layers(model.text_config))
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)

@@ -127,19 +127,8 @@ def generate(
         >>> import mtp_train as mtp
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
-    opened = _Opened(
-        checkpoint,
-        head,
-        adapter,
-        chat,
-        chat_template_kwargs,
-        max_new_tokens,
-        depth,
-        mtp,
-        sampling,
-        draft_sampling,
-        progress,
-    )
+    request = _asked(max_new_tokens, sampling, mtp, depth)
+    opened = _Opened(checkpoint, head, adapter, chat, chat_template_kwargs, draft_sampling, request, progress)
     texts = [prompts] if isinstance(prompts, str) else prompts
     contents = [[{"role": "user", "content": text}] if chat else text for text in texts]
     return opened.decode([opened.tokens(one, f"--prompt {place}") for place, one in enumerate(contents, 1)], on_text)
@@ -166,25 +155,25 @@ def converse(
         turns: The user's messages; the next one is taken after an answer. The arguments beside it are those of
             :func:`generate`.
     """
-    opened = _Opened(
-        checkpoint,
-        head,
-        adapter,
-        True,
-        chat_template_kwargs,
-        max_new_tokens,
-        depth,
-        mtp,
-        sampling,
-        draft_sampling,
-        progress,
-    )
+    request = _asked(max_new_tokens, sampling, mtp, depth)
+    opened = _Opened(checkpoint, head, adapter, True, chat_template_kwargs, draft_sampling, request, progress)
     messages: list[dict[str, str]] = []
     for number, turn in enumerate(turns, start=1):
         messages.append({"role": "user", "content": turn})
         found = opened.decode([opened.tokens(messages, f"turn {number}")], on_text)
         messages.append({"role": "assistant", "content": found.requests[0].text})
         yield found
+
+
+def _asked(max_new_tokens: int, sampling: Sampling | None, mtp: MtpMode, depth: int) -> Request:
+    """Return the settings of every request, before files are read: numbers that are out of range are refused."""
+    return Request(
+        prompt_ids=(0,),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        mtp=mtp,
+        depth=0 if mtp == "off" else depth,
+    )
 
 
 class _Opened:
@@ -197,18 +186,11 @@ class _Opened:
         adapter: str | Path | None,
         chat: bool,
         variables: Mapping[str, Any] | None,
-        max_new_tokens: int,
-        depth: int,
-        mtp: MtpMode,
-        sampling: Sampling | None,
         draft_sampling: DraftSampling,
+        asked: Request,
         progress: Progress | None,
     ) -> None:
-        depth = 0 if mtp == "off" else depth
-        # Before files are read: numbers that are out of range are refused.
-        self.asked = Request(
-            prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), mtp=mtp, depth=depth
-        )
+        self.asked = asked
         self.variables = dict(variables or {})
         self.given: JsonObject = {
             "checkpoint": str(checkpoint),
@@ -221,7 +203,7 @@ class _Opened:
         if self.variables and not chat:
             raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
         # Depth 0 needs no head.
-        own = OWN if head is None and depth else self.given["head"]
+        own = OWN if head is None and asked.depth else self.given["head"]
         self.model = open_model(self.given["checkpoint"], own, adapter=self.given["adapter"])
         require_sound([self.model], progress or quiet_progress())
         self.device = local_device()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,12 +92,7 @@ def load_known(model: OpenModel) -> Probed:
         DataError: The wirings of what drafts are not known.
     """
     trunk = load_arm_trunk(model, local_device())
-    family = trunk.family
-    if not family.reads_before_norm:
-        # Both states can be read from the one before the final norm.
-        default = replace(family.wiring.default, hidden="before_final_norm")
-        trunk.family = replace(family, wiring=replace(family.wiring, default=default))
-        trunk.listen()
+    trunk.show_before_norm()
     drafting = model.load_drafting(trunk)
     if not isinstance(drafting, HeadDrafting | BlockDrafting):
         raise DataError(f"--head: {model.head} has no known wirings; expected an MTP head or a draft model. Name one.")

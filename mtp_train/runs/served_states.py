@@ -39,7 +39,7 @@ PROVED_TEXTS = 4
 
 def served_layers(text_config: PretrainedConfig, layers: Sequence[int]) -> list[int]:
     """Return the states that a server of the trunk has to return, by the number of layers before them, ascending."""
-    return sorted({*layers, int(text_config.num_hidden_layers)})
+    return sorted({*layers, text_config.num_hidden_layers})
 
 
 def serving_command(recipe: Recipe, trunk: Checkpoint, layers: Sequence[int]) -> str:

@@ -28,12 +28,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtp_train.checkpoints.identity import Contents
-from mtp_train.checkpoints.writing import write_safetensors
+from mtp_train.checkpoints.writing import held_tensors, write_safetensors
 from mtp_train.data.pack import PackedSequence, collate, one_row
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.train.plan import GIB
-from mtp_train.train.state import pending
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.states import States, StoredStates
 
@@ -153,7 +152,7 @@ class HiddenCache:
         # Two runs may build the same cache, also on two machines: each writes under a name of its own, then renames.
         partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
         partial.unlink(missing_ok=True)
-        write_safetensors(partial, pending(states))
+        write_safetensors(partial, held_tensors(states))
         partial.replace(path)
 
 

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import hash_file
-from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
+from mtp_train.checkpoints.writing import held_tensors, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
 from mtp_train.train.shard import whole_state
@@ -135,8 +135,8 @@ def save_state(
         # The start of a run that was killed before its next state.
         shutil.rmtree(target)
     with new_directory(target, what="the resume state") as directory:
-        write_safetensors(directory / _WEIGHTS, pending(weights))
-        write_safetensors(directory / _OPTIMIZER, pending(moments))
+        write_safetensors(directory / _WEIGHTS, held_tensors(weights))
+        write_safetensors(directory / _OPTIMIZER, held_tensors(moments))
         write_json(directory / _META, {"optimizer": numbers, "best": asdict(best or Best()), "sums": sums})
         files = [_WEIGHTS, _OPTIMIZER, _META]
         if best is not None and best.step != step:
@@ -218,11 +218,6 @@ def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tenso
         found = _zero_moments(inner, _trained(head))
     values = {f"{name}.{field}": entry[field] for name, entry in found.items() for field in FIELDS}
     return values, {name: float(entry["step"]) for name, entry in found.items()}
-
-
-def pending(tensors: Mapping[str, Tensor]) -> list[PendingTensor]:
-    """Return tensors as they are written, each in its own dtype."""
-    return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
 
 
 def _zero_moments(zero: Any, trained: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:

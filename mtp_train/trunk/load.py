@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,14 @@ class Trunk(Ends):
         if self.family.reads_before_norm:
             norm = self._final_norm if self._mixer is None else self._mixer
             self._hooks.append(norm.register_forward_pre_hook(partial(self._keep_input, None)))
+
+    def show_before_norm(self) -> None:
+        """Make :meth:`last_state` return the input of the final norm, for any family: both states follow from it."""
+        wiring = self.family.wiring
+        if not self.family.reads_before_norm:
+            reading = replace(wiring, default=replace(wiring.default, hidden="before_final_norm"))
+            self.family = replace(self.family, wiring=reading)
+            self.listen()
 
     def release(self) -> None:
         for hook in self._hooks:

@@ -6,7 +6,7 @@ Shapes: R rows that start together, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,6 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, dr
     plan = graft_plan(checkpoint, checkpoint, convention) if found is None else draft_plan(found, checkpoint)
     trunk = load_trunk(checkpoint, dtype=dtype)
     return Subject(trunk, build_head(plan, text_config_of(checkpoint), dtype=dtype).eval())
-
-
-def with_state_before_norm(trunk: Trunk) -> Trunk:
-    """Return a trunk that also keeps the hidden state before the final norm, for any family."""
-    family = trunk.family
-    if family.reads_before_norm:
-        return trunk
-    default = replace(family.wiring.default, hidden="before_final_norm")
-    return Trunk(trunk.model, replace(family, wiring=replace(family.wiring, default=default))).eval()
 
 
 def make_with_leading_row(make: Callable[..., Any], trunk: Trunk, size: BatchSize, cache: Any) -> Any:

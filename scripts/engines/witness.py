@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engines.launch import EngineUnderTest, engine_threads, run_program
-from engines.ours import Subject, decode, load_subject, with_state_before_norm
+from engines.ours import Subject, decode, load_subject
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, count_controls, judge, worst
@@ -100,7 +100,7 @@ class Task:
         if streams is not None and self.control in ("other_streams", "trunk_mixer"):
             _confuse_streams(subject, streams, self.control)
         if self.control == "other_state":
-            subject = replace(subject, trunk=with_state_before_norm(subject.trunk))
+            subject.trunk.show_before_norm()
         if self.control in INVERTED:
             (field, first, second), convention = INVERTED[self.control], subject.head.convention
             other = second if getattr(convention, field) == first else first

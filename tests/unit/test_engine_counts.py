@@ -10,7 +10,6 @@ import torch
 from test_engine_drafts import as_it_is, with_halves_swapped
 
 from drafting_server import Dialect, DraftingServer
-from engines.ours import with_state_before_norm
 from mtp_inference.opening import OWN, open_model
 from mtp_train.answers.draft_counts import SpecCounts
 from mtp_train.runs.engine_counts import lengths, replayed, reproduces
@@ -37,7 +36,8 @@ def server(
 ) -> DraftingServer:
     """Return a server of a trunk of the demo with a head, which a fault changed."""
     model = open_model(trunk, head)
-    loaded = with_state_before_norm(model.load_trunk(torch.device("cpu"), torch.float32))
+    loaded = model.load_trunk(torch.device("cpu"), torch.float32)
+    loaded.show_before_norm()
     drafting: Any = model.load_drafting(loaded)
     if drafting is not None:
         fault(drafting.head)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from checkpoints import save_stripped, save_tensors, save_with_head
 from draft_models import CHOSEN, NUM_LAYERS, DraftModelToWrite
-from engines.ours import Subject, decode, with_state_before_norm
+from engines.ours import Subject, decode
 from json_files import write_json, write_rows
 from mtp_inference.opening import OWN, open_model
 from mtp_train import probe_drafts
@@ -72,7 +72,8 @@ def as_it_is(head: MtpHead) -> None:
 def record(out: Path, trunk: Path, head: str, fault: Fault, depth: int = 3) -> Path:
     """Decode with a head that a fault changed, and write the rounds as an engine's user does."""
     model = open_model(str(trunk), head)
-    loaded = with_state_before_norm(model.load_trunk(torch.device("cpu"), torch.float32))
+    loaded = model.load_trunk(torch.device("cpu"), torch.float32)
+    loaded.show_before_norm()
     drafting: Any = model.load_drafting(loaded)
     fault(drafting.head)
     subject, prompts, rows = Subject(loaded, drafting.head), random_tokens(9, 3).tolist(), []

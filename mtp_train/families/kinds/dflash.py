@@ -149,7 +149,7 @@ class DFlashParts(DraftParts):
 
     def most_drafts(self, config: RawConfig) -> int:
         """Return the number of the block's rows that give drafts."""
-        return int(config["block_size"]) - (not samples_anchor(config))
+        return config["block_size"] - (not samples_anchor(config))
 
     def details(self, config: RawConfig) -> str:
         types, mask, text = layer_types(config), block_masks(config)[SLIDING], ""

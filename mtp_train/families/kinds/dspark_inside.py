@@ -35,7 +35,7 @@ class InsideParts(KindParts):
     """The parts of a drafter that the trunk's config describes."""
 
     def most_drafts(self, config: RawConfig) -> int:
-        return int(config[BLOCK_SIZE])
+        return config[BLOCK_SIZE]
 
 
 PARTS = InsideParts(head="mtp_train.heads.dspark:InsideHead")

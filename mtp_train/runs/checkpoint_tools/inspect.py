@@ -380,9 +380,13 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
         flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
     else:
-        depth = checkpoint.family.kind.load_parts().suggested_drafts(checkpoint.text_config)
-        return engine_commands(checkpoint.engines, path, depth) | _misread(checkpoint)
+        return engine_commands(checkpoint.engines, path, suggested_depth(checkpoint)) | _misread(checkpoint)
     return dict.fromkeys(checkpoint.family.serving, reason)
+
+
+def suggested_depth(checkpoint: Checkpoint) -> int:
+    """Return the drafts a round of a checkpoint's own head that no run has measured."""
+    return checkpoint.family.kind.load_parts().suggested_drafts(checkpoint.text_config)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:

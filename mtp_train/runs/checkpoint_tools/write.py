@@ -50,7 +50,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.initial import require_trained_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
-from mtp_train.runs.checkpoint_tools.inspect import inspect
+from mtp_train.runs.checkpoint_tools.inspect import inspect, suggested_depth
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.inputs import adapter_of
@@ -136,8 +136,9 @@ def graft(
     equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         sources = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
-        write_untrained_card(out, *sources, None, _suggested(donor))
-        serves = serves_of(out, trunk.family, _suggested(donor))
+        depth = suggested_depth(donor)
+        write_untrained_card(out, *sources, None, depth)
+        serves = serves_of(out, trunk.family, depth)
     return WriteResult(
         out=out,
         content=f"the trunk of {fine_tune}, the head of {base}",
@@ -176,10 +177,6 @@ def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
         notes=tuple(notes),
         cure=probe_command(fine_tune, base),
     )
-
-
-def _suggested(checkpoint: Checkpoint) -> int:
-    return checkpoint.family.kind.load_parts().suggested_drafts(checkpoint.text_config)
 
 
 def merge(
@@ -226,7 +223,7 @@ def merge(
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
-        write_untrained_card(out, identity, identity if own_head else None, adapter, _suggested(source))
+        write_untrained_card(out, identity, identity if own_head else None, adapter, suggested_depth(source))
     head = f"It has no head, like {checkpoint}."
     cure = graft_command(str(out), "BASE")
     if own_head:
