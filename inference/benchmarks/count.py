@@ -6,8 +6,8 @@
 
 The product's own round and training step run on torch's meta device, in bf16, and every operation of torch is counted:
 
-- A launch is an operation that writes a tensor. Views and allocations launch nothing. No part of the product is
-  compiled, so none is counted as fused.
+- A launch is an operation that writes a tensor. Views and allocations launch nothing. A function that the product
+  compiles on a GPU counts the kernels that Inductor makes of it (``compiled_regions.py``).
 - Bytes are the tensors that an operation reads and writes; of a lookup, the rows that it reads.
 - Products are matrix products, attention and convolutions, whose FLOPs are counted. Attention is one kernel: flash
   without a mask, else the memory-efficient one. Causal attention counts in full, as in torch's ``flop_counter``. Of
@@ -28,13 +28,14 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from compiled_regions import Kernel, Regions
 from cpu import Row, documents
 from gpu import random_model
 from torch import Tensor, nn
@@ -48,8 +49,11 @@ import mtp_train
 from mtp_inference import Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
 from mtp_inference.capture import round_up
+from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.round import prefill, run_round
+from mtp_train import compiled
+from mtp_train.compiled import replace_forwards, row_norms
 from mtp_train.heads import experts
 from mtp_train.train import head_training
 from mtp_train.train.head_training import HeadTraining, MicroBatch
@@ -139,6 +143,7 @@ class Counting(TorchDispatchMode):
         self.parts: dict[str, Counter[str]] = defaultdict(Counter)
         self.products: Counter[str] = Counter()
         self._modules: list[nn.Module] = []
+        self._regions = Regions(self._note_kernels)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -168,6 +173,14 @@ class Counting(TorchDispatchMode):
             nbytes = moved(func.__name__.split(".")[0], inputs, outputs)
             self.note(self._name(), 1, nbytes, product_flop(func, args, kwargs, result))
         return result
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Count what a GPU compiles as compiled inside this context."""
+        return replacing(compiled, compiles_on=lambda _device: True, compiled=self._regions.compiled)
+
+    def _note_kernels(self, found: Sequence[Kernel]) -> None:
+        for kernel in found:
+            self.note(self._name(), 1, kernel.nbytes, kernel.flop)
 
     def note(self, name: str, launches: int, nbytes: int, flop: int | None) -> None:
         """Count launches of a part, as products if they have FLOPs."""
@@ -251,8 +264,9 @@ def count_round(model: SpeculativeDecoder, depth: int) -> Counting:
     """Count a round of one text, after a prompt of ``CONTEXT`` tokens."""
     size = BatchSize(1, CONTEXT + 64, depth, max_window=CONTEXT, num_stops=1)
     counting = Counting(model.trunk.causal_lm.get_output_embeddings())
-    with META, OnGpu("meta"):
-        batch = Batch(model.trunk, model.drafting, size)
+    with META, OnGpu("meta"), counting.compiling():
+        layers = CompiledLayers([model.trunk.causal_lm, model.drafting.head], model.trunk.family)
+        batch = Batch(model.trunk, model.drafting, size, layers=layers)
         batch.set_rows(slice(0, 1), [Sampling()], [CONTEXT], [frozenset()])
         prefill(batch, slice(0, 1), torch.zeros(1, CONTEXT, dtype=torch.long))
         for owner, name, part in (
@@ -317,6 +331,8 @@ def count_step(model: SpeculativeDecoder, tokens: int) -> Counting:
         stack.enter_context(replacing(experts, autocast_dtype=lambda _device: DTYPE))
         stack.enter_context(published_rule(trunk, counting))
         stack.enter_context(OnGpu("meta"))
+        stack.enter_context(counting.compiling())
+        replace_forwards(row_norms(module.modules()))
         stack.enter_context(counting.active())
         total = module(micro).total
         counting.of("head: backward", total.backward)()

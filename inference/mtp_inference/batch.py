@@ -15,6 +15,7 @@ from torch import Tensor
 from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, window_states
 from mtp_inference.cache.rows import RowState, first_places, places_from
 from mtp_inference.cache.window import Window
+from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
@@ -39,7 +40,7 @@ class Batch(RowState):
         size: BatchSize,
         draft_sampling: DraftSampling = "argmax",
         prefill_chunk: int = PREFILL_CHUNK,
-        cpu_layers: CpuLayers | None = None,
+        layers: CpuLayers | CompiledLayers | None = None,
         *,
         records: bool = False,
     ) -> None:
@@ -79,7 +80,7 @@ class Batch(RowState):
         self.stop_BN = self.last_B.new_full((rows, size.num_stops), NO_TOKEN)
         self.owner: object = None
         """The session that decodes with these rows."""
-        self.cpu_layers = cpu_layers or CpuLayers([])
+        self.layers = layers or CpuLayers([])
         self._scratch = Scratch()
 
     def tensor(self, numbers: Sequence[Any]) -> Tensor:
@@ -114,7 +115,7 @@ class Batch(RowState):
         self.length_B.copy_((self.length_B + kept_B) * self.active_B)
 
     def reset(self) -> None:
-        self.cpu_layers.refresh()
+        self.layers.refresh()
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.capture import Rounds
+from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.drafters.drafter import BatchSize, Drafting, TrainedDrafting
@@ -107,7 +108,8 @@ class SpeculativeDecoder:
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
         heads = [self.drafting.head] if isinstance(self.drafting, TrainedDrafting) else []
-        self._cpu_layers = CpuLayers([trunk.causal_lm, *heads])
+        models = [trunk.causal_lm, *heads]
+        self._layers = CompiledLayers(models, trunk.family) if self._on_gpu else CpuLayers(models)
         self._rounds: Rounds | None = None
         self._captured_before = 0
         if self.drafting is not None:
@@ -297,7 +299,7 @@ class SpeculativeDecoder:
                 size,
                 self.draft_sampling,
                 self.prefill_chunk,
-                self._cpu_layers,
+                self._layers,
                 records=self.records,
             )
             rounds = self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)

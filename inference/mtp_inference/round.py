@@ -39,7 +39,7 @@ def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
         the number of drafts. If the batch records, what the round decided on comes after them (``record.py``).
     """
     drafter, chooser, cache = batch.drafter, batch.chooser, batch.cache
-    with batch.widened(batch.widens_rounds), batch.cpu_layers.used():
+    with batch.widened(batch.widens_rounds), batch.layers.used():
         # Draft.
         choice = DraftChoice(chooser, batch.last_B, batch.length_B)
         drafts = choice.result() if plan.depth == 0 or drafter is None else drafter.draft(plan, choice)

@@ -10,6 +10,7 @@ Shapes: K depths, N target rows, C rows of a chunk, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mtp_train.compiled import fused
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, resolved
 
 if TYPE_CHECKING:
@@ -132,24 +134,28 @@ def _to_targets(starts_KN: Tensor) -> Tensor:
     return torch.stack([row_N.roll(depth) for depth, row_N in enumerate(starts_KN, start=1)])
 
 
-def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
-    """Return a function that computes loss and gradient for one chunk of rows.
+def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float, dtype: torch.dtype) -> RowWork:
+    """Return a function that computes loss, and gradient in a dtype, for one chunk of rows.
 
     It is called for one depth at a time, with that depth's ``logits_CV`` and ``targets_C``, and may write the gradient
     into the logits.
+
+    On a GPU it is compiled (:mod:`mtp_train.compiled`): its operations one by one read and write each logit ten times.
 
     On a CPU it works on a few rows at a time. A chunk's tensors are larger than a CPU's cache, and fresh memory of that
     size costs page faults: the whole chunk at once takes two to three times as long. The gradients of several blocks
     are written into the logits.
     """
-    rows_fn: RowsFn = resolved(loss.rows)
+    in_dtype = _in_dtype(resolved(loss.rows), dtype)
     teachers = None
     if teacher_logits_CV is not None:
-        teachers = [loss.prepared(block, temperature) for block in _blocks(teacher_logits_CV)]
+        prepare = fused(loss.prepared, teacher_logits_CV.device)
+        teachers = [prepare(block, temperature) for block in _blocks(teacher_logits_CV)]
 
     def work(logits_CV: Tensor, targets_C: Tensor) -> RowLoss:
         blocks = _blocks(logits_CV)
         of_teacher = teachers or [None] * len(blocks)
+        rows_fn = fused(in_dtype, logits_CV.device)
         if len(blocks) == 1:
             return rows_fn(logits_CV, of_teacher[0], targets_C, temperature)
         losses = []
@@ -160,6 +166,15 @@ def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -
         return RowLoss(torch.cat(losses), logits_CV)
 
     return work
+
+
+@functools.cache
+def _in_dtype(rows_fn: RowsFn, dtype: torch.dtype) -> RowsFn:
+    def rows(logits_CV: Tensor, teacher: Any, targets_C: Tensor, temperature: float) -> RowLoss:
+        row = rows_fn(logits_CV, teacher, targets_C, temperature)
+        return RowLoss(row.loss_C, row.gradient_CV.to(dtype))
+
+    return rows
 
 
 def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
@@ -229,14 +244,14 @@ def frozen_head_loss(
             of_target = (depths[0], rows_C) if by_start else rows_C
             teacher_CD = teacher_ND[of_target].to(compute_dtype)
             teacher_CV = _bounded(teacher_CD @ lm_head_VD.T, teacher_bound) if loss.distils else None
-            work = row_work(loss, teacher_CV, temperature)
+            work = row_work(loss, teacher_CV, temperature, compute_dtype)
             del teacher_CV  # The work keeps what it reads of them.
             for depth in depths:
                 output_VD, state_CD = heads[depth], student_KND[depth, rows_C].to(compute_dtype)
                 logits_CV = torch.mm(state_CD, output_VD.T, out=None if buffer_CV is None else buffer_CV[: len(rows_C)])
                 row = work(logits_CV, targets_N[of_target])
                 loss_KN[depth, rows_C] = row.loss_C
-                gradient_KND[depth, rows_C] = (row.gradient_CV.to(compute_dtype) @ output_VD).to(gradient_KND.dtype)
+                gradient_KND[depth, rows_C] = (row.gradient_CV @ output_VD).to(gradient_KND.dtype)
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work

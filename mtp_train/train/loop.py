@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from mtp_train.compiled import replace_forwards, row_norms
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
 from mtp_train.heads.head import Head
@@ -200,6 +201,7 @@ def train_head(
         return chosen_weights(head, state_dir, selection)
     optimizer = make_optimizer(head, options, fused=takes_fused(accelerator))
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
+    replace_forwards(row_norms(module.modules()))
     if done:
         load_moments(state_dir, done, head, optimizer)
     run = Training(

@@ -113,7 +113,7 @@ def delta_window(
     lower_NTT = (score_NRT[:, num_tokens:] * beta_NT1).tril(-1)
     right_NTV = (heads_first(value.float(), num_heads) - read_NRV[:, num_tokens:]) * beta_NT1
     correction_NTV = _solve(lower_NTT, right_NTV)
-    output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV)
+    output_NTV = _product(score_NRT[:, :num_tokens], correction_NTV, read_NRV[:, :num_tokens])
     output_NTV = output_NTV * key.shape[-1] ** -0.5
     output = output_NTV.view(-1, num_heads, *output_NTV.shape[1:]).transpose(1, 2)
     return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NTX, initial_state)
@@ -179,11 +179,20 @@ def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:
     batched solve at this size. Powers of L may grow like binomial coefficients, up to 20 at T = 8, which costs two
     digits at worst. At T = 64 no correct digit would remain.
     """
-    solved_NTV = torch.baddbmm(right_NTV, lower_NTT, right_NTV, alpha=-1)
+    solved_NTV = _product(-lower_NTT, right_NTV, right_NTV)
     power_NTT = lower_NTT
     exponent = 2
     while exponent < right_NTV.shape[1]:
-        power_NTT = power_NTT @ power_NTT
-        solved_NTV = torch.baddbmm(solved_NTV, power_NTT, solved_NTV)
+        power_NTT = _product(power_NTT, power_NTT)
+        solved_NTV = _product(power_NTT, solved_NTV, solved_NTV)
         exponent *= 2
     return solved_NTV
+
+
+def _product(left_NTS: Tensor, right_NSV: Tensor, added_NTV: Tensor | None = None) -> Tensor:
+    """Return ``left @ right + added``, where a sum of the product has at most 8 terms."""
+    if torch.compiler.is_compiling():
+        # The kernel around it sums them; a product would be a kernel of its own.
+        product_NTV = (left_NTS[..., None] * right_NSV[:, None]).sum(2)
+        return product_NTV if added_NTV is None else product_NTV + added_NTV
+    return left_NTS @ right_NSV if added_NTV is None else torch.baddbmm(added_NTV, left_NTS, right_NSV)

@@ -171,14 +171,23 @@ class RecurrentStore(LinearAttentionLayer):
         before = self.conv_states[state_idx]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
-        # Positions first, as projections return them: channels then lie next to each other in memory.
-        self._window_conv = torch.cat([before.transpose(1, 2), conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
+        self._window_conv = self.joined(before, conv_states)
         return self._window_conv
+
+    @staticmethod
+    def joined(before_BCW: Tensor, inputs_BCT: Tensor) -> Tensor:
+        """Return the inputs before a window followed by the window's, (B, C, W + T)."""
+        # Positions first, as projections return them: channels then lie next to each other in memory.
+        return torch.cat([before_BCW.transpose(1, 2), inputs_BCT.transpose(1, 2)], dim=1).transpose(1, 2)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **_unused: object) -> Any:
         """Store the kernel's result: the state after the window's last token, or an undecided window."""
         self._window_state = recurrent_states
         return recurrent_states
+
+    def put_window(self, inputs_BCN: Tensor | None, result: Any) -> None:
+        """Store what the two update methods would; None where the layer changed a tensor of :meth:`begin` in place."""
+        self._window_conv, self._window_state = inputs_BCN, result
 
     def take_window(self) -> tuple[Tensor, Tensor | DeltaWindow]:
         """Return and clear the convolution's inputs, (B, C, W + T), and the kernel's result."""

@@ -1,0 +1,133 @@
+"""Parts of layers that rounds run compiled on a GPU: see :mod:`mtp_train.compiled`.
+
+Norms and MLPs run over rows. A recurrent layer of a delta rule runs whole, with its projections, between the states that
+its cache shows and those that it stores. Of attention, only the rotary embedding is compiled: the positions in use change
+with every thousand tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_train.compiled import (
+    Replaced,
+    by_rows,
+    fused,
+    is_compilable,
+    replaced_forwards,
+    row_norms,
+    subclass,
+)
+from mtp_train.families import Family
+from mtp_train.upstream.transformers_private import replacing
+
+_MLP, _DELTA = re.compile(r"MLP\Z"), re.compile(r"Delta(Net|Attention)\Z")
+_ROTARY_ANGLES = re.compile(r"RotaryEmbedding\Z")
+_ROTARY = "apply_rotary_pos_emb"
+"""The function of every model's Python module that rotates queries and keys."""
+
+
+class CompiledLayers:
+    """The layers of models that rounds run compiled.
+
+    Args:
+        models: The trunk's model, and the head of its drafter.
+        family: The trunk's.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], family: Family) -> None:
+        modules = list(nn.ModuleList(models).modules())
+        self.replaced: Replaced = row_norms(modules)
+        for module in filter(is_compilable, modules):
+            if _MLP.search(type(module).__name__) and all(map(_is_elementary, module.children())):
+                self.replaced[module] = by_rows(type(module))
+            elif _ROTARY_ANGLES.search(type(module).__name__):
+                self.replaced[module] = _whole(type(module))
+            elif _DELTA.search(type(module).__name__):
+                self.replaced[module] = _between_states(type(module))
+        self._device = next(models[0].parameters()).device
+        self._python_module = importlib.import_module(family.classes.python_module)
+
+    def refresh(self) -> None:
+        """Do nothing: weights are read where they are."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Run the layers compiled inside this context."""
+        rotary = getattr(self._python_module, _ROTARY, None)
+        parts = {} if rotary is None else {_ROTARY: fused(rotary, self._device)}
+        with replaced_forwards(self.replaced), replacing(self._python_module, **parts):
+            yield
+
+
+def _is_elementary(layer: nn.Module) -> bool:
+    """Return whether a layer is linear or an activation: a mixture, or its router, is neither."""
+    return type(layer) is nn.Linear or not any(True for _ in layer.parameters())
+
+
+@functools.cache
+def _whole(stock: type[nn.Module]) -> type[nn.Module]:
+    def forward(module: nn.Module, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        return fused(stock.forward, hidden.device)(module, hidden, *args, **named)
+
+    return subclass(stock, forward)
+
+
+class _ShownStates:
+    """The states before a window, and those after it, with the cache interface of transformers' recurrent layers.
+
+    The number of the layer, which the layer gives, is not read: a compiled layer would be compiled for it.
+    """
+
+    def __init__(self, inputs_BCW: Tensor, state_BHKV: Tensor) -> None:
+        self.inputs_BCW = inputs_BCW
+        self.state_BHKV = state_BHKV
+        self.window_inputs: Tensor | None = None
+        self.result: Any = None
+
+    def get_conv_state(self, _layer: int, state_idx: int = 0) -> Tensor:
+        return self.inputs_BCW
+
+    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> Tensor:
+        return self.state_BHKV
+
+    def is_recording_past(self, _layer: int) -> bool:
+        return True
+
+    def update_conv_state(self, inputs_BCT: Tensor, _layer: int, **_unused: object) -> Tensor:
+        self.window_inputs = RecurrentStore.joined(self.inputs_BCW, inputs_BCT)
+        return self.window_inputs
+
+    def update_recurrent_state(self, result: Any, _layer: int) -> None:
+        self.result = result
+
+
+@functools.cache
+def _between_states(stock: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of recurrent layers that runs another's forward compiled, for windows after earlier ones."""
+
+    def run(layer: nn.Module, hidden_BTD: Tensor, inputs_BCW: Tensor, state_BHKV: Tensor) -> tuple[Any, ...]:
+        shown = _ShownStates(inputs_BCW, state_BHKV)
+        output_BTD = stock.forward(layer, hidden_BTD, shown)
+        return output_BTD, shown.window_inputs, shown.result
+
+    def forward(layer: Any, hidden_states: Tensor, cache: Any = None, *args: Any, **named: Any) -> Tensor:
+        store = cache.layers[layer.layer_idx]
+        if type(store) is not RecurrentStore:
+            # A layer with further states.
+            return stock.forward(layer, hidden_states, cache, *args, **named)
+        output_BTD, *after = fused(run, hidden_states.device)(
+            layer, hidden_states, store.conv_states[0], store.recurrent_states[0]
+        )
+        store.put_window(*after)
+        return output_BTD
+
+    return subclass(stock, forward)
