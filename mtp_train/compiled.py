@@ -1,11 +1,12 @@
 """Fuse small operations on a GPU by torch.compile.
 
-Between two matrix products a layer runs dozens of operations on the same numbers: each is a launch, and reads and writes
-all of them. Inductor makes one or two kernels of them. Norms, losses and parts of layers are compiled, no whole layers:
-all layers share their kernels, and neither a mask nor a layer's place in the cache compiles them again.
+Between two matrix products a layer runs dozens of operations on the same numbers. Each is a launch, and reads and
+writes all of them; Inductor makes one or two kernels of them. Norms, losses and parts of layers are compiled, no whole
+layers: all layers share the kernels, and neither a mask nor a layer's place in the cache compiles them again.
 
-Only on CUDA devices: on a CPU, a C++ compiler takes 3 to 20 seconds for each kernel. A kernel rounds less often than the
-operations that it replaces, so in bf16 its results differ from theirs by rounding.
+Only on CUDA devices: on a CPU, a C++ compiler takes 3 to 20 seconds for each kernel. A kernel rounds less often than
+the operations that it replaces, so in bf16 its results differ from theirs by rounding. torch's
+``TORCHDYNAMO_DISABLE=1`` turns it off.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def is_compilable(module: nn.Module) -> bool:
     ) and all(compiles_on(one.device) for one in module.parameters())
 
 
-def row_norms(modules: Iterable[nn.Module]) -> Replaced:
+def row_norms(modules: Iterable[Any]) -> Replaced:
     """Return the norms among modules that can run in one kernel each."""
     norms = (module for module in modules if _ROW_NORM.search(type(module).__name__))
-    return {module: by_rows(type(module)) for module in norms if is_compilable(module)}
+    return {module: by_rows(module.__class__) for module in norms if is_compilable(module)}
 
 
 @functools.cache
-def by_rows(stock: type[nn.Module]) -> type[nn.Module]:
+def by_rows(stock: type[Any]) -> type[nn.Module]:
     """Return a class of modules that run another's forward compiled, for tensors that have rows of one width.
 
     The rows come in one dimension: the shape before it compiles nothing again.
@@ -97,7 +98,7 @@ def by_rows(stock: type[nn.Module]) -> type[nn.Module]:
     return subclass(stock, forward)
 
 
-def subclass(stock: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def subclass(stock: type[Any], forward: Callable[..., Any]) -> type[nn.Module]:
     """Return a subclass of the same name with another forward."""
     return type(stock.__name__, (stock,), {"forward": forward, "__module__": stock.__module__})
 

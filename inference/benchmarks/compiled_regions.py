@@ -1,7 +1,7 @@
 """Count what torch.compile leaves of a function, on the meta device, for ``count.py``.
 
-A compiled function counts the kernels that are left after Inductor's fusion, compiled for a CPU up to its scheduler: one
-launch for each. What Inductor does for CPUs alone is left out: it copies the parts of a concatenation one by one, and
+A compiled function counts the kernels that are left after Inductor's fusion, compiled for a CPU up to its scheduler, as
+one launch each. What Inductor does for CPUs alone is left out: it copies the parts of a concatenation one by one, and
 writes exponentials to memory that several operations read. Bytes are what kernels read and write; one that loops over a
 row several times, as softmax does, reads in each loop what the loop needs, as a GPU does with rows of a vocabulary.
 """

@@ -3,6 +3,7 @@
 
     python inference/benchmarks/count.py                         # the demo's shape
     python inference/benchmarks/count.py --config config.json    # any model with a head, such as qwen3_5_9b.json here
+    python inference/benchmarks/count.py --eager                 # nothing compiled
 
 The product's own round and training step run on torch's meta device, in bf16, and every operation of torch is counted:
 
@@ -133,11 +134,16 @@ def product_flop(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
 
 
 class Counting(TorchDispatchMode):
-    """Count every operation inside the block, by module."""
+    """Count every operation inside the block, by module.
 
-    def __init__(self, lm_head: nn.Module) -> None:
+    Args:
+        eager: Compile nothing.
+    """
+
+    def __init__(self, lm_head: nn.Module, eager: bool = False) -> None:
         super().__init__()
         self.lm_head = lm_head
+        self.eager = eager
         self.part = "other"
         """The part of the round or of the step that runs, see :meth:`of`."""
         self.parts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -176,7 +182,7 @@ class Counting(TorchDispatchMode):
 
     def compiling(self) -> AbstractContextManager[None]:
         """Count what a GPU compiles as compiled inside this context."""
-        return replacing(compiled, compiles_on=lambda _device: True, compiled=self._regions.compiled)
+        return replacing(compiled, compiles_on=lambda _device: not self.eager, compiled=self._regions.compiled)
 
     def _note_kernels(self, found: Sequence[Kernel]) -> None:
         for kernel in found:
@@ -260,10 +266,10 @@ class OnGpu(TorchFunctionMode):
         return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, query.requires_grad)[0]
 
 
-def count_round(model: SpeculativeDecoder, depth: int) -> Counting:
+def count_round(model: SpeculativeDecoder, depth: int, eager: bool = False) -> Counting:
     """Count a round of one text, after a prompt of ``CONTEXT`` tokens."""
     size = BatchSize(1, CONTEXT + 64, depth, max_window=CONTEXT, num_stops=1)
-    counting = Counting(model.trunk.causal_lm.get_output_embeddings())
+    counting = Counting(model.trunk.causal_lm.get_output_embeddings(), eager)
     with META, OnGpu("meta"), counting.compiling():
         layers = CompiledLayers([model.trunk.causal_lm, model.drafting.head], model.trunk.family)
         batch = Batch(model.trunk, model.drafting, size, layers=layers)
@@ -304,10 +310,10 @@ def published_rule(trunk: Trunk, counting: Counting) -> Iterator[None]:
         yield
 
 
-def count_step(model: SpeculativeDecoder, tokens: int) -> Counting:
+def count_step(model: SpeculativeDecoder, tokens: int, eager: bool = False) -> Counting:
     """Count a step of head training: trunk, head, loss, backward and AdamW. Every document has ``SEQ_LEN`` tokens."""
     trunk, head = model.trunk, model.drafting.head.float().requires_grad_(True)
-    counting = Counting(trunk.causal_lm.get_output_embeddings())
+    counting = Counting(trunk.causal_lm.get_output_embeddings(), eager)
     groups = [[Segment(row, 0, SEQ_LEN) for row in range(tokens // SEQ_LEN)]]
     micro = MicroBatch(
         documents(tokens, SEQ_LEN, len(trunk.lm_head_VD), META),
@@ -353,13 +359,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(DEMO), help="config.json of a model with a head; default: the demo's")
     parser.add_argument("--train-tokens", type=int, default=8192, help="a multiple of 2048; default: 8192")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
     options = parser.parse_args(argv)
     model = random_model(options.config, META, DTYPE)
     # The step comes last: it leaves the head in fp32.
     found = {
-        "plain_round": count_round(model, 0).row(),
-        "round_3_drafts": count_round(model, DEPTH).row(),
-        "step": count_step(model, options.train_tokens).row(),
+        "plain_round": count_round(model, 0, options.eager).row(),
+        "round_3_drafts": count_round(model, DEPTH, options.eager).row(),
+        "step": count_step(model, options.train_tokens, options.eager).row(),
     }
     settings = {**vars(options), "torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"settings": settings, **found}))

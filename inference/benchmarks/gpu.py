@@ -33,7 +33,7 @@ import torch
 from cpu import Row, machine, prompts_of, training_step
 from gpu_kernels import machine as machine_cells
 from gpu_kernels import peak_bytes, profiled, streamed
-from gpu_training import Steps, offloaded
+from gpu_training import Steps, offloaded, uncompiled
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
@@ -153,9 +153,15 @@ class Bench:
         return SpeculativeDecoder(self.model.trunk, drafting, depth, (), max_batch=max_batch)
 
     def profile(self) -> Row:
-        """Return a cell for the kernels of each depth's rounds."""
+        """Return cells for the kernels of each depth's rounds, compiled and not."""
         request = Request(prompt_ids=self.prompts(1)[0], max_new_tokens=min(self.options.new_tokens, 32))
-        return {f"depth {one}": partial(profiled, self.decoder(one, 1), request, self.device) for one in DEPTHS}
+
+        def eager(depth: int) -> Row:
+            with uncompiled():
+                return profiled(self.decoder(depth, 1), request, self.device)
+
+        found = {f"depth {one}": partial(profiled, self.decoder(one, 1), request, self.device) for one in DEPTHS}
+        return {**found, **{f"depth {one}, nothing compiled": partial(eager, one) for one in DEPTHS}}
 
     def contexts(self) -> Row:
         """Return a cell for each context, batch and depth; the rows of a batch repeat one prompt."""

@@ -18,6 +18,7 @@ from cpu import Row, now
 from gpu_kernels import peak_bytes
 
 from mtp_inference import HeadDrafting
+from mtp_train import compiled
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.losses import chunked
@@ -38,12 +39,19 @@ class EnoughError(Exception):
     """Ends the loop of a run once enough steps are timed."""
 
 
+def uncompiled() -> AbstractContextManager[object]:
+    """Return the patch that runs every compiled function as it is."""
+    return patch.object(compiled, "compiled", lambda function, **_options: function)
+
+
 def patches(trunk: Trunk) -> dict[str, list[AbstractContextManager[object]]]:
     """Return the changes of a step, each as the patches that make it; without packages of kernels, none of these."""
     module = sys.modules[type(trunk.decoder).__module__]
     kernels = {name: one for name, one in vars(module).items() if isinstance(one, ByTensor)}
     in_torch = [patch.object(module, name, ByTensor(one.kernel, one.plain, ())) for name, one in kernels.items()]
-    found = {"recurrent layers in torch": in_torch} if in_torch else {}
+    found: dict[str, list[AbstractContextManager[object]]] = {"nothing compiled": [uncompiled()]}
+    if in_torch:
+        found["recurrent layers in torch"] = in_torch
     for rows in CHUNK_ROWS:
         # Of the loss, and of the plan of its memory.
         found[f"chunks of {rows} rows"] = [

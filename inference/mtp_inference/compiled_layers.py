@@ -1,15 +1,14 @@
 """Parts of layers that rounds run compiled on a GPU: see :mod:`mtp_train.compiled`.
 
-Norms and MLPs run over rows. A recurrent layer of a delta rule runs whole, with its projections, between the states that
-its cache shows and those that it stores. Of attention, only the rotary embedding is compiled: the positions in use change
-with every thousand tokens.
+Norms and MLPs run over rows. A recurrent layer of a delta rule runs whole, with its projections, from the states that
+its cache shows to those that the cache stores. Of attention only the rotary embedding is compiled: a window's keys are
+as many as positions are in use, which changes with every thousand tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +28,6 @@ from mtp_train.compiled import (
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import replacing
 
-_MLP, _DELTA = re.compile(r"MLP\Z"), re.compile(r"Delta(Net|Attention)\Z")
-_ROTARY_ANGLES = re.compile(r"RotaryEmbedding\Z")
 _ROTARY = "apply_rotary_pos_emb"
 """The function of every model's Python module that rotates queries and keys."""
 
@@ -44,15 +41,12 @@ class CompiledLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module], family: Family) -> None:
-        modules = list(nn.ModuleList(models).modules())
+        modules: list[Any] = list(nn.ModuleList(models).modules())
         self.replaced: Replaced = row_norms(modules)
-        for module in filter(is_compilable, modules):
-            if _MLP.search(type(module).__name__) and all(map(_is_elementary, module.children())):
-                self.replaced[module] = by_rows(type(module))
-            elif _ROTARY_ANGLES.search(type(module).__name__):
-                self.replaced[module] = _whole(type(module))
-            elif _DELTA.search(type(module).__name__):
-                self.replaced[module] = _between_states(type(module))
+        for module in modules:
+            other = _compiled_class(module)
+            if other is not None and is_compilable(module):
+                self.replaced[module] = other
         self._device = next(models[0].parameters()).device
         self._python_module = importlib.import_module(family.classes.python_module)
 
@@ -68,13 +62,25 @@ class CompiledLayers:
             yield
 
 
+def _compiled_class(module: Any) -> type[nn.Module] | None:
+    """Return the class whose forward a module runs in rounds; None for its own."""
+    name = type(module).__name__
+    if name.endswith("MLP") and all(map(_is_elementary, module.children())):
+        return by_rows(module.__class__)
+    if name.endswith("RotaryEmbedding"):
+        return _whole(module.__class__)
+    if name.endswith(("DeltaNet", "DeltaAttention")):
+        return _between_states(module.__class__)
+    return None
+
+
 def _is_elementary(layer: nn.Module) -> bool:
     """Return whether a layer is linear or an activation: a mixture, or its router, is neither."""
-    return type(layer) is nn.Linear or not any(True for _ in layer.parameters())
+    return type(layer) is nn.Linear or not list(layer.parameters())
 
 
 @functools.cache
-def _whole(stock: type[nn.Module]) -> type[nn.Module]:
+def _whole(stock: type[Any]) -> type[nn.Module]:
     def forward(module: nn.Module, hidden: Tensor, *args: Any, **named: Any) -> Any:
         return fused(stock.forward, hidden.device)(module, hidden, *args, **named)
 
@@ -111,7 +117,7 @@ class _ShownStates:
 
 
 @functools.cache
-def _between_states(stock: type[nn.Module]) -> type[nn.Module]:
+def _between_states(stock: type[Any]) -> type[nn.Module]:
     """Return a class of recurrent layers that runs another's forward compiled, for windows after earlier ones."""
 
     def run(layer: nn.Module, hidden_BTD: Tensor, inputs_BCW: Tensor, state_BHKV: Tensor) -> tuple[Any, ...]:
@@ -120,9 +126,9 @@ def _between_states(stock: type[nn.Module]) -> type[nn.Module]:
         return output_BTD, shown.window_inputs, shown.result
 
     def forward(layer: Any, hidden_states: Tensor, cache: Any = None, *args: Any, **named: Any) -> Tensor:
-        store = cache.layers[layer.layer_idx]
+        store = None if cache is None else cache.layers[layer.layer_idx]
         if type(store) is not RecurrentStore:
-            # A layer with further states.
+            # No cache, or one of further states.
             return stock.forward(layer, hidden_states, cache, *args, **named)
         output_BTD, *after = fused(run, hidden_states.device)(
             layer, hidden_states, store.conv_states[0], store.recurrent_states[0]

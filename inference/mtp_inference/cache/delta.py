@@ -179,7 +179,7 @@ def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:
     batched solve at this size. Powers of L may grow like binomial coefficients, up to 20 at T = 8, which costs two
     digits at worst. At T = 64 no correct digit would remain.
     """
-    solved_NTV = _product(-lower_NTT, right_NTV, right_NTV)
+    solved_NTV = _product(lower_NTT, right_NTV, right_NTV, sign=-1)
     power_NTT = lower_NTT
     exponent = 2
     while exponent < right_NTV.shape[1]:
@@ -189,10 +189,10 @@ def _solve(lower_NTT: Tensor, right_NTV: Tensor) -> Tensor:
     return solved_NTV
 
 
-def _product(left_NTS: Tensor, right_NSV: Tensor, added_NTV: Tensor | None = None) -> Tensor:
-    """Return ``left @ right + added``, where a sum of the product has at most 8 terms."""
+def _product(left_NTS: Tensor, right_NSV: Tensor, added_NTV: Tensor | None = None, sign: int = 1) -> Tensor:
+    """Return ``added + sign * left @ right``, where a sum of the product has at most 8 terms."""
     if torch.compiler.is_compiling():
         # The kernel around it sums them; a product would be a kernel of its own.
-        product_NTV = (left_NTS[..., None] * right_NSV[:, None]).sum(2)
-        return product_NTV if added_NTV is None else product_NTV + added_NTV
-    return left_NTS @ right_NSV if added_NTV is None else torch.baddbmm(added_NTV, left_NTS, right_NSV)
+        product_NTV = sign * (left_NTS[..., None] * right_NSV[:, None]).sum(2)
+        return product_NTV if added_NTV is None else added_NTV + product_NTV
+    return left_NTS @ right_NSV if added_NTV is None else torch.baddbmm(added_NTV, left_NTS, right_NSV, alpha=sign)
