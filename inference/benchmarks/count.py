@@ -53,14 +53,14 @@ from mtp_inference.capture import round_up
 from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.round import prefill, run_round
-from mtp_train import compiled
-from mtp_train.compiled import replace_forwards, row_norms
 from mtp_train.heads import experts
 from mtp_train.train import head_training
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk import states
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import Segment, TrunkStates
+from mtp_train.upstream import compiled
+from mtp_train.upstream.compiled import replace_forwards, row_norms
 from mtp_train.upstream.transformers_private import replacing
 
 aten = torch.ops.aten

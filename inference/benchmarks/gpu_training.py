@@ -18,7 +18,6 @@ from cpu import Row, now
 from gpu_kernels import peak_bytes
 
 from mtp_inference import HeadDrafting
-from mtp_train import compiled
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.losses import chunked
@@ -31,6 +30,7 @@ from mtp_train.train.plan import MemoryOptions, TrainOptions, estimate_footprint
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.recurrent_kernels import ByTensor
 from mtp_train.trunk.states import States, TrunkStates
+from mtp_train.upstream import compiled
 
 CHUNK_ROWS = (384, 768, 1536)
 

@@ -1,4 +1,4 @@
-"""Parts of layers that rounds run compiled on a GPU: see :mod:`mtp_train.compiled`.
+"""Parts of layers that rounds run compiled on a GPU: see :mod:`mtp_train.upstream.compiled`.
 
 Norms and MLPs run over rows. A recurrent layer of a delta rule runs whole, with its projections, from the states that
 its cache shows to those that the cache stores. Of attention only the rotary embedding is compiled: a window's keys are
@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_train.compiled import (
+from mtp_train.families import Family
+from mtp_train.upstream.compiled import (
     Replaced,
     by_rows,
     fused,
@@ -25,7 +26,6 @@ from mtp_train.compiled import (
     row_norms,
     subclass,
 )
-from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import replacing
 
 _ROTARY = "apply_rotary_pos_emb"

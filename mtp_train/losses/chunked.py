@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtp_train.compiled import fused
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, resolved
+from mtp_train.upstream.compiled import fused
 
 if TYPE_CHECKING:
     from mtp_train.losses.catalogue import RowsFn, RowWork
@@ -140,7 +140,7 @@ def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float, d
     It is called for one depth at a time, with that depth's ``logits_CV`` and ``targets_C``, and may write the gradient
     into the logits.
 
-    On a GPU it is compiled (:mod:`mtp_train.compiled`): its operations one by one read and write each logit ten times.
+    On a GPU it is compiled (``upstream/compiled.py``): one by one, its operations read and write each logit ten times.
 
     On a CPU it works on a few rows at a time. A chunk's tensors are larger than a CPU's cache, and fresh memory of that
     size costs page faults: the whole chunk at once takes two to three times as long. The gradients of several blocks

@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from mtp_train.compiled import replace_forwards, row_norms
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
 from mtp_train.heads.head import Head
@@ -50,6 +49,7 @@ from mtp_train.train.state import (
 from mtp_train.train.step_timer import StepTimer
 from mtp_train.train.stopping import noted_signal, stopped_after
 from mtp_train.trunk.states import States
+from mtp_train.upstream.compiled import replace_forwards, row_norms
 
 _LOG = logging.getLogger(__name__)
 _PINNING = ("cuda", "xpu")

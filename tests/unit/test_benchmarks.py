@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import Interval
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 import mtp_train
-from mtp_train.compiled import replace_forwards, row_norms
+from mtp_train.upstream.compiled import replace_forwards, row_norms
 from repository import REPOSITORY
 from tiny import tiny_trunk
 

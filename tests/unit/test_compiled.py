@@ -20,16 +20,18 @@ from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.distributions import Sampling
-from mtp_train import compiled
-from mtp_train.compiled import compiles_on, fused, replace_forwards, replaced_forwards, row_norms
 from mtp_train.losses.chunked import frozen_head_loss
 from mtp_train.trunk.load import Trunk
+from mtp_train.upstream import compiled
+from mtp_train.upstream.compiled import compiles_on, fused, replace_forwards, replaced_forwards, row_norms
 from mtp_train.upstream.transformers_private import replacing
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 PROMPT, DEPTH, ROUNDS = [5, 9, 2, 11, 3], 3, 3
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+TRIED = ("qwen3_5", "bailing_hybrid", "nemotron_h", "deepseek_v4", "gpt_oss", "hy_v4")
+"""Families with recurrent layers, with MLPs that choose experts and with norms of another width; the slow tier has all."""
 Compiler = Callable[..., Callable[..., Any]]
 
 
@@ -73,14 +75,15 @@ def assert_as_eager(trunk: Trunk, depth: int, compiler: Compiler) -> None:
     assert_same(found_BTD, hidden_BTD, num_terms(trunk.causal_lm))
 
 
-@pytest.mark.parametrize("name", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in TRIED else pytest.param(name, marks=pytest.mark.slow) for name in ALL_FAMILIES]
+)
 def test_rounds_of_replaced_layers_decide_the_same(name: str) -> None:
     """Rows of norms and MLPs, and recurrent layers between shown states, are the layers' own results."""
     assert_as_eager(tiny_trunk(name), DEPTH, unchanged)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "bailing_hybrid", "glm4_moe"])
-@pytest.mark.parametrize("depth", [0, DEPTH])
+@pytest.mark.parametrize(("name", "depth"), [("qwen3_5", DEPTH), ("bailing_hybrid", 0)])
 def test_the_layers_of_a_round_are_traced_in_one_piece(name: str, depth: int) -> None:
     assert_as_eager(tiny_trunk(name), depth, traced)
 
@@ -149,8 +152,7 @@ def _replaced(trunk: Trunk) -> dict[nn.Module, Any]:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("kind", ["kl", "lk"])
-def test_a_compiled_loss_has_the_value_and_the_gradient_of_an_eager_one(kind: str) -> None:
+def test_a_compiled_loss_has_the_value_and_the_gradient_of_an_eager_one() -> None:
     random = torch.Generator().manual_seed(0)
     student_KND, teacher_ND = torch.randn(2, 5, 6, generator=random), torch.randn(5, 6, generator=random)
     lm_head_VD, targets_N = torch.randn(19, 6, generator=random), torch.arange(5)
@@ -158,7 +160,7 @@ def test_a_compiled_loss_has_the_value_and_the_gradient_of_an_eager_one(kind: st
     def loss_and_gradient(temperature: float) -> tuple[Tensor, Tensor]:
         student = student_KND.clone().requires_grad_()
         terms = frozen_head_loss(
-            student, teacher_ND, lm_head_VD, targets_N, torch.ones(2, 5), kind=kind, temperature=temperature
+            student, teacher_ND, lm_head_VD, targets_N, torch.ones(2, 5), kind="lk", temperature=temperature
         )
         terms.total.backward()
         assert student.grad is not None

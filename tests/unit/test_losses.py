@@ -322,13 +322,13 @@ def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
     generator = torch.Generator().manual_seed(3)
     logits_CV, teacher_CV = torch.randn(2, 7, 31, generator=generator).to(dtype)
     targets_C = torch.arange(7)
-    whole = row_work(find_loss(kind), teacher_CV, 1.0)(logits_CV.clone(), targets_C)
+    whole = row_work(find_loss(kind), teacher_CV, 1.0, dtype)(logits_CV.clone(), targets_C)
     monkeypatch.setattr(losses, "BLOCK_NUMBERS", block_rows * 31)
-    work = row_work(find_loss(kind), teacher_CV, 1.0)
+    work = row_work(find_loss(kind), teacher_CV, 1.0, dtype)
     for _ in range(2):
         blocks = work(logits_CV.clone(), targets_C)
         assert torch.equal(blocks.loss_C, whole.loss_C)
-        assert torch.equal(blocks.gradient_CV, whole.gradient_CV.to(dtype))
+        assert torch.equal(blocks.gradient_CV, whole.gradient_CV)
 
 
 @pytest.mark.parametrize("kind", DISTILLING)
