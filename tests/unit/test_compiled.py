@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import peft
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
@@ -31,7 +31,7 @@ from tolerances import assert_differs, assert_same, num_terms
 PROMPT, DEPTH, ROUNDS = [5, 9, 2, 11, 3], 3, 3
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 TRIED = ("qwen3_5", "bailing_hybrid", "nemotron_h", "deepseek_v4", "gpt_oss", "hy_v4")
-"""Families with recurrent layers, with MLPs that choose experts and with norms of another width; the slow tier has all."""
+"""Families with recurrent layers, MLPs that choose experts and norms of another width; the slow tier has all."""
 Compiler = Callable[..., Callable[..., Any]]
 
 
@@ -138,7 +138,7 @@ def test_adapted_offloaded_and_other_layers_are_left_alone() -> None:
     trunk = tiny_trunk("glm4_moe")
     whole = {type(module).__name__ for module in _replaced(trunk)}
     assert {"Glm4MoeRMSNorm", "Glm4MoeMLP", "Glm4MoeRotaryEmbedding"} <= whole
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["down_proj"]), trunk.causal_lm)
+    trunk = Trunk(get_peft_model(trunk.causal_lm, LoraConfig(target_modules=["down_proj"])), trunk.family)
     norm = next(module for module in trunk.causal_lm.modules() if type(module).__name__ == "Glm4MoeRMSNorm")
     norm.__dict__["forward"] = norm.forward
     left = _replaced(trunk)
