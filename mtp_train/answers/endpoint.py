@@ -47,6 +47,7 @@ MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 RESPONSE_TIMEOUT_SECONDS = 3600.0
+"""Longest wait for one response: a server sends nothing until it is complete, and a busy one queues requests first."""
 STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
@@ -101,8 +102,6 @@ class Endpoint:
         url: The server's address, up to and including the API version (``http://host:8000/v1``).
         eos_ids: The tokens that end a response.
         api_key: Sent as a bearer token; None sends no token.
-        timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
-            a busy one queues requests first.
         from_cache: Whether the server may take prompts from a cache.
     """
 
@@ -115,7 +114,6 @@ class Endpoint:
         *,
         api_key: str | None = None,
         concurrency: int = 1,
-        timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
         from_cache: bool = True,
     ) -> None:
         self.url = url.rstrip("/")
@@ -132,7 +130,7 @@ class Endpoint:
         self._vocab_size = vocab_size
         self._from_cache = from_cache
         self._api_key = api_key
-        self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
+        self._timeout = httpx.Timeout(RESPONSE_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS)
         self.max_attempts = MAX_ATTEMPTS
         # Called with the reason before every wait.
         self.on_wait: Callable[[str], object] = lambda reason: None

@@ -488,14 +488,6 @@ def _add_evaluate(commands: Any) -> None:
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
     add("--api-key-env", metavar="VAR", help=_KEY)
     add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
-    add(
-        "--request-timeout",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        dest="request_timeout_seconds",
-        help="longest wait for it to send a part of a response (default: 3600)",
-    )
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
     _add_grid(add)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -57,13 +56,10 @@ class Server:
     """Name of the model in the server's list; None where it serves a single model."""
     api_key_env: str | None = None
     concurrency: int = 1
-    request_timeout_seconds: float
-    """Longest wait for the server to send a part of a response."""
 
     def __post_init__(self) -> None:
-        for flag, number in (("concurrency", self.concurrency), ("request-timeout", self.request_timeout_seconds)):
-            if not 0 < number < math.inf:
-                raise DataError(f"--{flag}: {number:g}; expected a number above 0. Correct it.")
+        if self.concurrency < 1:
+            raise DataError(f"--concurrency: {self.concurrency}; expected a number above 0. Correct it.")
 
     @property
     def evaluation(self) -> Path | None:
@@ -72,8 +68,7 @@ class Server:
 
     def identity(self) -> dict[str, Any]:
         """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""
-        # The timeout changes no figure: an evaluation may be resumed with another one.
-        found = {name: value for name, value in asdict(self).items() if name != "request_timeout_seconds"}
+        found = asdict(self)
         if self.evaluation is not None:
             found["report"] = hash_file(self.evaluation / REPORT_FILE).sha256
         return found
@@ -200,7 +195,6 @@ def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size
         vocab_size,
         api_key=read_api_key(server.api_key_env),
         concurrency=server.concurrency,
-        timeout_seconds=server.request_timeout_seconds,
         from_cache=False,
     )
     endpoint.choose_model(server.model)

@@ -20,7 +20,6 @@ from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.gate import DEFAULT_RULE, GateRule
 from mtp_train.acceptance.names import SERVED
-from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.files import JsonObject, read_json
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
@@ -296,7 +295,6 @@ def evaluate(
     served_model: str | None = None,
     api_key_env: str | None = None,
     concurrency: int = 1,
-    request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     served_only: bool = False,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
@@ -314,8 +312,6 @@ def evaluate(
         served_model: The model's name at the server; None where it serves only one.
         api_key_env: Environment variable with the server's key.
         concurrency: Requests to the server at a time.
-        request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
-            request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
@@ -341,7 +337,6 @@ def evaluate(
                 model=served_model,
                 api_key_env=api_key_env,
                 concurrency=concurrency,
-                request_timeout_seconds=request_timeout_seconds,
             )
         ]
     return _measure([] if served_only else [subject], [subject], grid, Path(out), progress, wandb, servers)
@@ -426,7 +421,6 @@ def served_arms(
             checkpoint=place,
             api_key_env=api_key_env,
             concurrency=load,
-            request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
         )
         for load in loads
         for name, url in urls.items()

@@ -21,7 +21,6 @@ from rich.progress import Progress
 
 from mtp_inference.opening import OWN, open_model
 from mtp_train.answers.draft_counts import SpecCounts
-from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -106,7 +105,6 @@ def probe_endpoint(
         checkpoint=place,
         model=served_model,
         api_key_env=api_key_env,
-        request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
     )
     found, told = _asked(server, progress)
     probed = load_known(model)
