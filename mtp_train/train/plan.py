@@ -139,10 +139,6 @@ class Footprint:
     """Bytes of main memory while the trunk is loaded for another device; 0 on a CPU, where they are in the sum."""
     state_bytes: int = 0
     """Bytes of the hidden states of a token."""
-    pass_bytes: int = 0
-    """Bytes of the trunk's layers in shards that a process receives in a pass over documents."""
-    step_bytes: int = 0
-    """Bytes of the head in shards, and of its gradients, that a process receives in a step."""
 
     @property
     def total_bytes(self) -> int:
@@ -368,13 +364,10 @@ def in_shards(
     if layers and loading and not is_adapted:
         # One layer, and copies of its experts while they are merged.
         loading = beside + 2 * max(layers)
-    share = 1 / plan.world_size
     return replace(
         whole,
         loading_bytes=loading,
         trunk_bytes=beside + sum(layers) // plan.world_size + sum(sorted(layers)[-2:]),
         head_and_optimizer_bytes=whole.head_and_optimizer_bytes // plan.world_size + in_step,
         converted_bytes=converted,
-        pass_bytes=int(sum(layers) * (1 - share)),
-        step_bytes=int((gathered * plan.accumulation + gradients) * (1 - share)),
     )
