@@ -299,14 +299,12 @@ def _add_pair(command: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
-    device = command.add_mutually_exclusive_group()
-    device.add_argument(
+    command.add_argument(
         "--device",
         metavar="NAME",
         help="plan for h100, h200, b200, a100, l40s, rtx4090, rtx5090 or mi300x, or a GPU of 24GiB (default: this "
         "machine's)",
     )
-    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:
