@@ -252,9 +252,16 @@ def test_what_is_no_text_is_refused_under_its_own_number(tmp_path: Path, wrong: 
 
 
 def test_half_of_a_surrogate_pair_is_refused_under_its_own_number(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}, {"text": "a\ud83d"}])
-    with pytest.raises(DataError, match=r"a\.jsonl, record 2: a value has half of a surrogate pair at character 12;"):
-        load_records(path)
+    for odd, told in (
+        ({"text": "a\ud83d"}, "a value has half of a surrogate pair at character 12;"),
+        (
+            {"text": "a", "task": "\ud800"},
+            "task has half of a surrogate pair",
+        ),
+    ):
+        path = write_lines(tmp_path / "a.jsonl", [{"text": "\U0001f600"}, odd])
+        with pytest.raises(DataError, match=rf"a\.jsonl, record 2: {told}"):
+            load_records(path, task="a")
 
 
 def test_slices_count_records_and_not_lines(tmp_path: Path) -> None:

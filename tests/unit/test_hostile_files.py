@@ -17,9 +17,8 @@ import pytest
 
 from json_files import write_rows
 from mtp_train.data.sources import load_records
-from mtp_train.errors import DataError, OutputExistsError, RecipeError
+from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.suites import load_suite
-from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.check import check
 from mtp_train.runs.pipeline import run
 
@@ -85,14 +84,6 @@ def test_records_with_other_parts_are_skipped_and_counted(
             read(str(path))
 
 
-@pytest.mark.parametrize(("field", "told"), [("task", "task"), ("prompt", "a value")])
-def test_half_of_a_surrogate_pair_in_a_prompt_file_is_refused(field: str, told: str, tmp_path: Path) -> None:
-    row = {"prompt": "a", "task": "b"}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {field: "\ud800"}) + "\n")
-    with pytest.raises(DataError, match=rf"record 2: {told} has half of a surrogate pair"):
-        load_suite(str(tmp_path / "a.jsonl"))
-
-
 RECIPE = """
 run_dir: runs/a
 model: {trunk: "demo:finetune", head_from: "demo:base"}
@@ -100,19 +91,6 @@ data: {sources: [{path: "demo:prompts"}]}
 train: {max_steps: 10, tokens_per_step: 512, lr: 0.1, warmup_steps: 0}
 evaluate: {arms: [graft, retrained]}
 """
-
-
-def problem_of(path: Path | str) -> str:
-    with pytest.raises(RecipeError) as found:
-        load_recipe(path)
-    (problem,) = found.value.problems
-    return problem
-
-
-def test_a_recipe_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    assert "cannot be read (Is a directory)" in problem_of(tmp_path)
-    assert "cannot be read (" in problem_of("a\0b")
-    assert "cannot be read (" in problem_of("\ud800")
 
 
 @pytest.mark.parametrize("where", ["/", "trunk", "trunk/new", "file", "file/new"])
