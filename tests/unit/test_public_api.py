@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import pkgutil
@@ -74,33 +73,6 @@ def test_a_command_that_runs_is_seen_to_load_torch() -> None:
 def test_a_command_without_data_does_not_import_datasets(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "datasets" not in imported(["inspect", str(tmp_path)])
-
-
-def imports_of_ours(path: Path) -> set[str]:
-    """Return the modules of our two packages that a file imports."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            found.add(f"{node.module}")
-    return {name for name in found if name.split(".")[0] in ("mtp_train", "mtp_inference")}
-
-
-def test_the_command_line_uses_the_public_api_alone() -> None:
-    package = Path(mtp.__file__).parent
-    for path in (package / "cli").glob("*.py"):
-        deep = {name for name in imports_of_ours(path) if not name.startswith("mtp_train.cli")}
-        # Signals and the terminal belong to the process; a recipe is checked before the API's imports of seconds.
-        assert deep <= {
-            "mtp_train.recipe.loading",
-            "mtp_train",
-            "mtp_inference",
-            "mtp_train.progress",
-            "mtp_train.train.stopping",
-            "mtp_train.errors",
-        }, path.name
-    assert "mtp_train.runs" in {name.rpartition(".")[0] for name in imports_of_ours(package / "runs" / "check.py")}
 
 
 # Results
