@@ -78,7 +78,7 @@ def kernels(graph: GraphModule, inputs: Sequence[Any]) -> list[Kernel]:
         ]
         traced = make_fx(lambda *args: tree_leaves(graph(*args)))(*on_cpu)
         with (
-            config.patch(_post_fusion_custom_pass=take, force_disable_caches=True, force_pointwise_cat=True),
+            config.patch(_post_fusion_custom_pass=take, fx_graph_cache=False, force_pointwise_cat=True),
             replacing(StorageBox, should_realize_on_reuse=_is_kept),
         ):
             try:
