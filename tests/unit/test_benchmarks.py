@@ -21,7 +21,7 @@ from repository import REPOSITORY
 from tiny import tiny_trunk
 
 DEMO = Path(mtp_train.__file__).parent / "demo_assets" / "base" / "config.json"
-CEILINGS = {"plain_round": 244, "round_3_drafts": 455, "step": 1608}
+CEILINGS = {"plain_round": 244, "round_3_drafts": 461, "step": 1026}
 """Launches of the demo, compiled as on a GPU. Lower one when a change saves launches."""
 SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-len", "16")
 

@@ -193,6 +193,6 @@ def _product(left_NTS: Tensor, right_NSV: Tensor, added_NTV: Tensor | None = Non
     """Return ``added + sign * left @ right``, where a sum of the product has at most 8 terms."""
     if torch.compiler.is_compiling():
         # The kernel around it sums them; a product would be a kernel of its own.
-        product_NTV = sign * (left_NTS[..., None] * right_NSV[:, None]).sum(2)
-        return product_NTV if added_NTV is None else added_NTV + product_NTV
+        product_NTV = (left_NTS[..., None] * right_NSV[:, None]).sum(2)
+        return product_NTV if added_NTV is None else torch.add(added_NTV, product_NTV, alpha=sign)
     return left_NTS @ right_NSV if added_NTV is None else torch.baddbmm(added_NTV, left_NTS, right_NSV, alpha=sign)
