@@ -33,8 +33,8 @@ def test_one_depth_is_recommended_the_fastest_that_is_shown_to_pay() -> None:
     report = at_depths(SAMPLE, PAYING)
     assert serving(report) == [
         "Serve with 2 drafts a round, the fastest of the depths measured here (1, 2, 3) that are shown to pay: "
-        "1.40 [1.20, 1.60] times the speed of plain decoding by the built-in decoder. An engine's rounds may cost more: "
-        "mtp-train compare plain=URL drafts=URL."
+        "1.40 [1.20, 1.60] times the speed of plain decoding by the built-in decoder. An engine's rounds may cost "
+        "more: mtp-train compare plain=URL drafts=URL."
     ]
     none = serving(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 0.99)}))
     assert none == ["Serve without drafts: they slow decoding down at each of the depths measured here (1, 3)."]
