@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Cache
 
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_train.families import Family
@@ -90,26 +91,38 @@ def _whole(stock: type[Any]) -> type[nn.Module]:
 class _ShownStates:
     """The states before a window, and those after it, with the cache interface of transformers' recurrent layers.
 
-    The number of the layer, which the layer gives, is not read: a compiled layer would be compiled for it.
+    Older releases ask :attr:`layers` for the states, later ones the methods. All layers give the same number.
     """
 
+    record_past = True
+
     def __init__(self, inputs_BCW: Tensor, state_BHKV: Tensor) -> None:
-        self.inputs_BCW = inputs_BCW
-        self.state_BHKV = state_BHKV
+        self.conv_states = [inputs_BCW]
+        self.recurrent_states = [state_BHKV]
         self.window_inputs: Tensor | None = None
         self.result: Any = None
 
-    def get_conv_state(self, _layer: int, state_idx: int = 0) -> Tensor:
-        return self.inputs_BCW
+    @property
+    def layers(self) -> _ShownStates:
+        return self
 
-    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> Tensor:
-        return self.state_BHKV
+    def __getitem__(self, _layer: int) -> _ShownStates:
+        return self
 
-    def is_recording_past(self, _layer: int) -> bool:
+    def has_previous_state(self, _layer: int, state_idx: int = 0) -> bool:
         return True
 
+    def get_conv_state(self, _layer: int, state_idx: int = 0) -> Tensor:
+        return self.conv_states[state_idx]
+
+    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> Tensor:
+        return self.recurrent_states[state_idx]
+
+    def is_recording_past(self, _layer: int) -> bool:
+        return self.record_past
+
     def update_conv_state(self, inputs_BCT: Tensor, _layer: int, **_unused: object) -> Tensor:
-        self.window_inputs = RecurrentStore.joined(self.inputs_BCW, inputs_BCT)
+        self.window_inputs = RecurrentStore.joined(self.conv_states[0], inputs_BCT)
         return self.window_inputs
 
     def update_recurrent_state(self, result: Any, _layer: int) -> None:
@@ -125,14 +138,18 @@ def _between_states(stock: type[Any]) -> type[nn.Module]:
         output_BTD = stock.forward(layer, hidden_BTD, shown)
         return output_BTD, shown.window_inputs, shown.result
 
-    def forward(layer: Any, hidden_states: Tensor, cache: Any = None, *args: Any, **named: Any) -> Tensor:
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
+        # Its name is another one in older releases of transformers.
+        cache = next((one for one in (*args, *named.values()) if isinstance(one, Cache)), None)
         store = None if cache is None else cache.layers[layer.layer_idx]
         if type(store) is not RecurrentStore:
             # No cache, or one of further states.
-            return stock.forward(layer, hidden_states, cache, *args, **named)
-        output_BTD, *after = fused(run, hidden_states.device)(
-            layer, hidden_states, store.conv_states[0], store.recurrent_states[0]
-        )
+            return stock.forward(layer, hidden_states, *args, **named)
+        # One number for all: a compiled layer would be compiled for its own.
+        with replacing(layer, layer_idx=0):
+            output_BTD, *after = fused(run, hidden_states.device)(
+                layer, hidden_states, store.conv_states[0], store.recurrent_states[0]
+            )
         store.put_window(*after)
         return output_BTD
 
