@@ -30,6 +30,8 @@ os.environ.update(
     WANDB_SILENT="true",
     MPLBACKEND="agg",
     OMP_NUM_THREADS="1",
+    # MKL's sums depend on where tensors lie in memory otherwise, so that a process rounds now so, now otherwise.
+    MKL_CBWR="AUTO,STRICT",
 )
 
 torch.set_num_threads(1)

@@ -89,9 +89,6 @@ def test_two_processes_measure_a_head_as_one_does(both: Path, run_dir: Path) -> 
         for path in (both / "measured", run_dir)
     )
     assert (found["settings"].pop("processes"), expected["settings"].pop("processes")) == (2, 1)
-    # Half of the prompts are another batch, whose rounding is another on some processors.
-    noise = found["lossless"].pop("noise")
-    assert 0.5 < noise / expected["lossless"].pop("noise") < 2
     assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
 
 
