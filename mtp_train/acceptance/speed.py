@@ -128,11 +128,14 @@ def _texts(counts: Sequence[PromptCounts]) -> FloatArray:
 
 
 def _clock(counts: Sequence[PromptCounts]) -> FloatArray | None:
-    """Return prompts, rounds, seconds of prefill and of rounds of each prompt, (P, 4); None where not measured."""
+    """Return prompts, rounds, seconds of prefill and of rounds of each prompt, (P, 4); None where not measured.
+
+    Where prefill was not measured apart, it counts as rounds.
+    """
     rows = [
-        (1, one.rounds, one.seconds_prefill, one.seconds_decode)
+        (1, one.rounds, one.seconds_prefill or 0.0, one.seconds_decode)
         for one in counts
-        if one.seconds_prefill is not None and one.seconds_decode is not None
+        if one.seconds_decode is not None
     ]
     return np.array(rows, dtype=np.float64) if rows and len(rows) == len(counts) else None
 

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -137,6 +138,8 @@ class Endpoint:
         self._closed = threading.Event()
         # Returns after a number of seconds, or when the client is closed.
         self.wait: Callable[[float], object] = self._closed.wait
+        # Returns seconds.
+        self.clock: Callable[[], float] = time.perf_counter
         self._client = httpx.Client(
             # As bytes: httpx refuses text that is not ASCII.
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},

@@ -93,9 +93,7 @@ class Study:
 
     def measure(self) -> Measurements:
         """Measure all arms, with one trunk in memory at a time."""
-        found = Measurements(
-            served={one.name: ask(one, self.grid, self.progress) for one in self.servers}, rule=self.rule
-        )
+        found = Measurements(served=ask(self.servers, self.grid, self.progress), rule=self.rule)
         by_trunk: dict[Any, list[ArmSpec]] = {}
         for spec in self.arms:
             # These share a loaded trunk.

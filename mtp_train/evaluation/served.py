@@ -1,14 +1,18 @@
-"""Measure a served model as an arm: send the same prompts to a running server, and read its counts.
+"""Measure served models as arms: send the same prompts to running servers, and read their counts.
 
 Counts of drafts are in the responses, or are the increase of the server's counters. Those are of all its requests
 together, so that the counts of single prompts need one request at a time.
+
+Servers take turns, a few prompts each, so that what slows their machine down slows all of them. The times that requests
+take give the speed of one server over another: with as many requests in flight all the time, a server writes tokens in
+inverse proportion to them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +21,7 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
+from mtp_inference.requests import Request
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, response_counts
@@ -37,6 +42,8 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 
 WARM_UP_TOKENS = 8
+TURN = 4
+"""Requests, times those in flight, that a server answers before the next one's turn."""
 SETTLE_LOOKS, SETTLE_SECONDS = 20, 0.1
 """Retries, and seconds between them, until the counters include the responses that were just received."""
 MAX_FOREIGN_SHARE = 0.01
@@ -76,7 +83,10 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRecord(PromptRecord):
-    """One prompt that a server answered: it reports counts, and no single rounds. Times are by its own clock."""
+    """One prompt that a server answered: it reports counts, and no single rounds.
+
+    Times are llama-server's own; of other servers, :attr:`seconds_decode` is that of the whole request.
+    """
 
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
@@ -101,55 +111,64 @@ class ServedRecord(PromptRecord):
 
 
 class _Asked(NamedTuple):
-    """The answers at one temperature."""
+    """The answers to some prompts at one temperature."""
 
     records: Sequence[ServedRecord]
     failed: Sequence[tuple[Prompt, str]]
     """Prompts without a response, and why."""
     seconds: float
     """Wall time of all requests."""
+    generated: int
+    """The increase of the server's counter of tokens, which is of all its clients; 0 where it has none."""
     counted: SpecCounts | None
-    """The increase of the server's counters over all requests; None where it has none."""
+    """The increase of the server's counters of drafts; None where it has none."""
 
     @property
     def drafts(self) -> SpecCounts | None:
-        """The drafts of all prompts, added up; None where those of single prompts are not known."""
+        """The drafts of all prompts, added up; None where there are some, and those of single prompts are not known."""
         told = [one.told for one in self.records if one.told is not None]
-        return sum(told, SpecCounts()) if len(told) == len(self.records) else None
+        if len(told) == len(self.records):
+            return sum(told, SpecCounts())
+        return self.counted if self.counted == SpecCounts() else None
 
 
-def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
-    """Send the grid's unchanged prompts to the server at each of the grid's temperatures, and return the measurements.
+def ask(servers: Sequence[Server], grid: EvaluationGrid, progress: Progress) -> dict[str, Served]:
+    """Send the grid's unchanged prompts to servers of one trunk at each of the grid's temperatures.
 
     Those of a finished evaluation are read.
 
+    Returns:
+        The measurements, by arm.
+
     Raises:
-        MtpError: The server or the checkpoint's tokenizer cannot be used, or the evaluation had other prompts.
+        MtpError: A server or the trunk's tokenizer cannot be used, or an evaluation had other prompts.
     """
-    if is_gguf(server.checkpoint):
+    if not servers:
+        return {}
+    place = servers[0].checkpoint
+    if is_gguf(place):
         from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
 
-        tokenizer = gguf_tokenizer(Path(server.checkpoint))
+        tokenizer = gguf_tokenizer(Path(place))
         eos_ids = frozenset({tokenizer.eos_token_id})
         vocab_size = len(tokenizer)
     else:
-        checkpoint = open_location(server.checkpoint)
+        checkpoint = open_location(place)
         tokenizer = load_tokenizer(checkpoint)
         eos_ids = eos_token_ids(checkpoint, tokenizer)
         vocab_size = text_config_of(checkpoint).vocab_size
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
-    if server.evaluation is not None:
-        return read_served(server, server.evaluation, grid, prompts)
-    with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
-        # Servers of one trunk name its files differently.
-        return measure_endpoint(
-            endpoint,
-            prompts,
-            grid,
-            progress,
-            arm=server.name,
-            trunk=endpoint.model if server.name == SERVED else server.checkpoint,
-        )
+    found = {one.name: read_served(one, one.evaluation, grid, prompts) for one in servers if one.evaluation is not None}
+    running = [one for one in servers if one.name not in found]
+    for load in dict.fromkeys(one.concurrency for one in running):
+        with contextlib.ExitStack() as stack:
+            endpoints = {
+                one: stack.enter_context(contextlib.closing(connect(one, tokenizer, eos_ids, vocab_size)))
+                for one in running
+                if one.concurrency == load
+            }
+            found |= measure_endpoints(endpoints, prompts, grid, progress)
+    return {one.name: found[one.name] for one in servers}
 
 
 def read_served(server: Server, place: Path, grid: EvaluationGrid, prompts: Sequence[Prompt]) -> Served:
@@ -177,7 +196,7 @@ def read_served(server: Server, place: Path, grid: EvaluationGrid, prompts: Sequ
             f"arm {server.name}: {place} differs in {', '.join(odd)}; expected the prompts and settings of this "
             "command, and a record of each prompt. Give the evaluations and this command the same options."
         )
-    head = document["url"] if document["drafts"] else None
+    head = None if document["drafts"] is False else document["url"]
     return Served(arm=MeasuredArm(server.name, server.checkpoint, head, decoded), cells=tuple(cells), document=document)
 
 
@@ -219,41 +238,61 @@ def served_checkpoint(server: Server) -> str:
     return place
 
 
-def measure_endpoint(
-    endpoint: Endpoint,
-    prompts: Sequence[Prompt],
-    grid: EvaluationGrid,
-    progress: Progress,
-    *,
-    arm: str = SERVED,
-    trunk: str = "",
-) -> Served:
-    """Send every prompt at every temperature of a grid, and measure acceptance and throughput.
+def measure_endpoints(
+    running: Mapping[Server, Endpoint], prompts: Sequence[Prompt], grid: EvaluationGrid, progress: Progress
+) -> dict[str, Served]:
+    """Send every prompt at every temperature of a grid to servers in turn, and measure acceptance and throughput.
 
     Args:
+        running: Clients of the servers, with one number of requests at a time.
         grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
             prompt's id, the sampling seed of its request.
 
+    Returns:
+        The measurements, by arm.
+
     Raises:
-        DataError: The server fails permanently, was restarted, or serves other clients.
+        DataError: A server fails permanently, was restarted, or serves other clients.
     """
-    # An uncounted request: the first one of a server may take long.
-    list(endpoint.answers([greedy(0).request(prompts[0], WARM_UP_TOKENS, grid.seed)], endpoint.ask))
-    bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(grid.temperatures))
-    tick = partial(progress.advance, bar)
-    asked = {one: _ask_all(endpoint, prompts, one, grid, tick) for one in grid.temperatures}
+    total = len(prompts) * len(grid.temperatures)
+    bars = {one: progress.add_task(f"asking {endpoint.model}", total=total) for one, endpoint in running.items()}
+    counting = {}
+    for one, endpoint in running.items():
+        # An uncounted request: the first one of a server may take long.
+        list(endpoint.answers([greedy(0).request(prompts[0], WARM_UP_TOKENS, grid.seed)], endpoint.ask))
+        counting[one] = endpoint.counters() is not None
+    asked: dict[Server, dict[float, _Asked]] = {one: {} for one in running}
+    for temperature in grid.temperatures:
+        turns: dict[Server, list[_Asked]] = {one: [] for one in running}
+        order = deque(running)
+        size = TURN * order[0].concurrency
+        for start in range(0, len(prompts), size):
+            for one in order:
+                some = prompts[start : start + size]
+                tick = partial(progress.advance, bars[one])
+                turns[one].append(_turn(running[one], some, temperature, grid, tick, counts=counting[one]))
+            # The first one changes, too.
+            order.rotate()
+        for one, endpoint in running.items():
+            asked[one][temperature] = _together(endpoint, turns[one], temperature)
+    return {one.name: _served(one, endpoint, asked[one]) for one, endpoint in running.items()}
+
+
+def _served(server: Server, endpoint: Endpoint, asked: Mapping[float, _Asked]) -> Served:
     pooled = [one.drafts for one in asked.values()]
     drafts = None if None in pooled else any(one.rounds for one in pooled if one is not None)
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
-    measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
+    # Servers of one trunk name its files differently.
+    trunk = endpoint.model if server.name == SERVED else server.checkpoint
+    measured = MeasuredArm(server.name, trunk, None if drafts is False else endpoint.url, decoded)
     return Served(
         arm=measured,
-        cells=tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured)),
+        cells=tuple(_told(cell, asked[cell.temperature], drafts) for cell in make_cells(measured)),
         document=_document(endpoint, asked, drafts),
     )
 
 
-def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
+def _told(cell: Cell, asked: _Asked, drafts: bool | None) -> Cell:
     """Return a cell with the server's throughput, and without the figures that it does not report."""
     counted = None
     if cell.task == ALL_TASKS:
@@ -261,9 +300,9 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
         counted = asked.counted
     if drafts is None:
         if counted is None or not counted.rounds:
-            return replace(cell, head=url, tau=None, rounds=None)
+            return replace(cell, tau=None, rounds=None)
         mean = 1 + counted.accepted_tokens / counted.rounds
-        return replace(cell, head=url, tau=mean, rounds=counted.rounds, accepted_tokens=counted.accepted_tokens)
+        return replace(cell, tau=mean, rounds=counted.rounds, accepted_tokens=counted.accepted_tokens)
     if asked.drafts is not None and asked.drafts.accepted_per_pos is None:
         return replace(cell, marginal=None, marginal_ci95=None, conditional=None)
     return cell
@@ -275,44 +314,66 @@ def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:
     return Setting(temperature, None, asked.drafts.depth if drafts and asked.drafts else 0, rule)
 
 
-def _ask_all(
+def _turn(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
     temperature: float,
     grid: EvaluationGrid,
     tick: Callable[[], None],
+    *,
+    counts: bool,
 ) -> _Asked:
-    """Send every prompt at one temperature, and read the server's counters where it has some.
+    """Send some prompts at one temperature, and read the server's counters if it ``counts``.
 
     They are read after each prompt where these are sent one at a time, else after the last.
     """
     setting = replace(greedy(0), temperature=temperature)
     requests = [setting.request(prompt, grid.max_new_tokens, grid.seed) for prompt in prompts]
-    found: dict[int, ServedRecord | Refusal] = {}
-    first = endpoint.counters()
-    started = time.perf_counter()
-    counters = first
-    for number, answer in endpoint.answers(requests, endpoint.ask):
+
+    def timed(request: Request) -> tuple[Response | Refusal, float]:
+        sent = endpoint.clock()
+        return endpoint.ask(request), endpoint.clock() - sent
+
+    records: dict[int, ServedRecord] = {}
+    failed: dict[int, str] = {}
+    first = counters = _counters(endpoint) if counts else {}
+    started = endpoint.clock()
+    for number, (answer, seconds) in endpoint.answers(requests, timed):
         gained = None
-        if counters is not None and endpoint.concurrency == 1:
+        if counts and endpoint.concurrency == 1:
             # The next request is sent after this.
             own = 0 if isinstance(answer, Refusal) else _num_tokens(answer)
             counters, _, gained = _gained(endpoint, counters, own)
-        found[number] = answer if isinstance(answer, Refusal) else _record(prompts[number], answer, gained)
+        if isinstance(answer, Refusal):
+            failed[number] = answer.reason
+        else:
+            records[number] = _record(prompts[number], answer, gained, seconds)
         tick()
-    seconds = time.perf_counter() - started
-    in_order = sorted(found.items())
-    records = [one for _, one in in_order if isinstance(one, ServedRecord)]
-    failed = [(prompts[number], one.reason) for number, one in in_order if isinstance(one, Refusal)]
+    seconds = endpoint.clock() - started
+    generated, counted = 0, None
+    if counts:
+        _, generated, counted = _gained(endpoint, first, sum(one.num_tokens for one in records.values()))
+    return _Asked(
+        [one for _, one in sorted(records.items())],
+        [(prompts[number], reason) for number, reason in sorted(failed.items())],
+        seconds,
+        generated,
+        counted,
+    )
+
+
+def _together(endpoint: Endpoint, turns: Sequence[_Asked], temperature: float) -> _Asked:
+    """Return the answers of all turns of a server."""
+    records = [record for one in turns for record in one.records]
+    failed = [failure for one in turns for failure in one.failed]
     if not records:
         raise DataError(
-            f"{endpoint.url}: refuses all of {len(prompts)} prompts at temperature "
+            f"{endpoint.url}: refuses all of {len(failed)} prompts at temperature "
             f"{temperature:g} ({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log, and "
             "that its context length fits the prompts."
         )
-    own, generated, counted = sum(one.num_tokens for one in records), 0, None
-    if first is not None:
-        _, generated, counted = _gained(endpoint, first, own)
+    own = sum(one.num_tokens for one in records)
+    generated = sum(one.generated for one in turns)
     # The number of tokens generated for a failed request is unknown.
     if not failed and generated > (1.0 + MAX_FOREIGN_SHARE) * own:
         raise DataError(
@@ -320,14 +381,16 @@ def _ask_all(
             f"({len(records)} prompts); expected no other client, as its counters do not separate requests. Measure "
             "while it is idle."
         )
-    return _Asked(records, failed, seconds, counted)
+    counted = [one.counted for one in turns if one.counted is not None]
+    total = sum(counted, SpecCounts()) if counted else None
+    return _Asked(records, failed, sum(one.seconds for one in turns), generated, total)
 
 
 def _num_tokens(response: Response) -> int:
     return (response.document.get("usage") or {}).get("completion_tokens") or len(response.token_ids)
 
 
-def _record(prompt: Prompt, response: Response, gained: SpecCounts | None) -> ServedRecord:
+def _record(prompt: Prompt, response: Response, gained: SpecCounts | None, seconds: float) -> ServedRecord:
     # Of llama-server.
     timings = response.document.get("timings") or {}
     return ServedRecord(
@@ -340,20 +403,26 @@ def _record(prompt: Prompt, response: Response, gained: SpecCounts | None) -> Se
         num_tokens=_num_tokens(response),
         told=response_counts(response.document) if gained is None else gained,
         seconds_prefill=timings["prompt_ms"] / 1000 if timings else None,
-        seconds_decode=timings["predicted_ms"] / 1000 if timings else None,
+        seconds_decode=timings["predicted_ms"] / 1000 if timings else seconds,
     )
+
+
+def _counters(endpoint: Endpoint) -> Counters:
+    """Return the counters of a server that had some."""
+    found = endpoint.counters()
+    if found is None:
+        raise DataError(
+            f"{endpoint.url}: no counters at /metrics after its responses; expected them as before. Check that the "
+            "server is still running, and run the command again."
+        )
+    return found
 
 
 def _gained(endpoint: Endpoint, before: Counters, own_tokens: int) -> tuple[Counters, int, SpecCounts]:
     """Return the counters once they include all tokens that we received, and the increase of tokens and drafts."""
     looks = 0
     while True:
-        now = endpoint.counters()
-        if now is None:
-            raise DataError(
-                f"{endpoint.url}: no counters at /metrics after its responses; expected them as before. Check that the "
-                "server is still running, and run the command again."
-            )
+        now = _counters(endpoint)
         generated, counts = increase(before, now, endpoint.served_with)
         looks += 1
         if generated >= own_tokens or looks == SETTLE_LOOKS:

@@ -201,14 +201,19 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> Figures:
         "speedup": None if setting.depth else 1.0,
     }
     if setting.depth and arm.plain is not None:
-        pair = arm.against(arm.plain, setting)
-        if gain := measured_speedup(pair):
-            found |= {
-                "speedup": gain.value,
-                "speedup_ci95": gain.interval(0.05),
-                "break_even_tau": break_even_tau(pair.timed_head, pair.timed_baseline),
-            }
+        found |= _figures_against_plain(arm.against(arm.plain, setting))
     return found
+
+
+def _figures_against_plain(pair: Pair) -> Figures:
+    gain = measured_speedup(pair)
+    if gain is None:
+        return {}
+    return {
+        "speedup": gain.value,
+        "speedup_ci95": gain.interval(0.05),
+        "break_even_tau": break_even_tau(pair.timed_head, pair.timed_baseline),
+    }
 
 
 def _dense_means(rows: DenseRows, depth: int, task: str) -> Figures:
@@ -232,6 +237,31 @@ class Served:
     """One cell per temperature for all tasks, followed by those of single tasks; the first is the headline."""
     document: dict[str, Any]
     """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
+
+
+def beside_plain(alike: Sequence[Served]) -> list[Served]:
+    """Return servers of equal load with their speeds over that of the first one without drafts, if there is one."""
+    plain = next((one.arm for one in alike if one.document["drafts"] is False), None)
+    if plain is None:
+        return [*alike]
+    return [replace(one, cells=tuple(_beside(cell, one.arm, plain) for cell in one.cells)) for one in alike]
+
+
+def _beside(cell: Cell, arm: MeasuredArm, plain: MeasuredArm) -> Cell:
+    """Return a server's cell with its speed over that of another server; every prompt was timed."""
+    if cell.head is None:
+        return replace(cell, speedup=1.0)
+    counts = paired(
+        *(
+            [one.counts(setting.depth) for one in of.decoded.get(setting, ()) if cell.task in (ALL_TASKS, one.task)]
+            for of, setting in ((arm, cell.setting), (plain, cell.setting.plain))
+        )
+    )
+    found = _figures_against_plain(Pair(*counts, *counts))
+    if not cell.depth:
+        # Rounds are not known.
+        found.pop("break_even_tau", None)
+    return replace(cell, **found)
 
 
 @dataclass
@@ -260,12 +290,12 @@ def assemble(
             of all tasks together. None for a run.
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
-    served = found.served.values()
     documents = {name: one.document for name, one in found.served.items()}
     loads = [
-        [one for one in served if one.document["concurrency"] == load]
+        beside_plain([one for one in found.served.values() if one.document["concurrency"] == load])
         for load in dict.fromkeys(one["concurrency"] for one in documents.values())
     ]
+    served = [one for alike in loads for one in alike]
     judged = loads[0] if loads else []
     cells = [cell for arm in found.arms for cell in make_cells(arm)]
     at_headline = [one for one in cells if one.task == ALL_TASKS and one.setting in (headline, headline.plain)]
@@ -296,7 +326,8 @@ def _gate(rule: GateRule, baseline: Served, judged: Served) -> GateVerdict:
             found = " and ".join(sources) if is_known else "no drafts, or none that it counts by prompt"
             raise DataError(
                 f"arm {judged.arm.name}: {found}; expected counts of one kind on prompts that both servers answer. "
-                "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
+                "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or "
+                "neither; ask vLLM for one answer at a time first: --concurrency 1 4."
             )
         pairs[after.name] = Pair(*counts, *counts)
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN

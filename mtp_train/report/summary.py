@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mtp_train.evaluation.results import Report
 from mtp_train.report import wording
-from mtp_train.report.tables import NARROW, TextTable, arms_table, tau_matrix
+from mtp_train.report.tables import NARROW, TextTable, arms_table, task_matrices
 
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
@@ -34,8 +34,8 @@ def summary(report: Report) -> RenderableType:
         parts.append(Text(wording.apart_sentence(groups, report.settings)))
     if power := wording.power_sentence(report.gate):
         parts.append(Text(power))
-    if tasks := rich_table(tau_matrix(report)):
-        parts += [_title("Tau by task"), *tasks]
+    for title, table in task_matrices(report).items():
+        parts += [_title(title), *rich_table(table)]
     if report.comparisons:
         differences = (
             f"{row.first} - {row.second}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} "

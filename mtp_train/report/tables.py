@@ -62,12 +62,12 @@ _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "tau needed": lambda cell: format_number(cell.break_even_tau, 2),
     "pays": lambda cell: PAYS[cell.pays],
 }
-_TASK_COLUMNS = ("tau [95 %]", "groups", "by position", "overlap", "entropy")
+_TASK_COLUMNS = ("tau [95 %]", "groups", "by position", "overlap", "entropy", "speedup [95 %]")
 _AXES = {
     "task": _TASK_COLUMNS,
-    "setting": (*_TASK_COLUMNS, "speedup [95 %]"),
+    "setting": _TASK_COLUMNS,
     "drafts": ("prompts", "tau [95 %]", "groups", "tau needed", "round", "speedup [95 %]", "pays"),
-    "context": (*_TASK_COLUMNS, "prompt tokens", "prefill", "speedup [95 %]"),
+    "context": (*_TASK_COLUMNS, "prompt tokens", "prefill"),
 }
 """Columns of the tables along an axis of the grid, by the heading of its points."""
 
@@ -115,9 +115,14 @@ def context_words(context_tokens: int | None) -> str:
 def _point_table(
     report: Report, name: str, points: Sequence[tuple[str, Mapping[str, Cell]]], columns: Sequence[str]
 ) -> TextTable | None:
-    """Return a group per point (label, cells) with a row per arm; with a single arm, one row per point."""
+    """Return a group per point (label, cells) with a row per arm; with a single arm, one row per point.
+
+    A column without any figure is left out.
+    """
     groups: dict[str, list[tuple[str, ...]]] = {}
     alone = len(report.drafting) == 1
+    every = [cell for _, cells in points for cell in cells.values()]
+    columns = [column for column in columns if any(_CELL_COLUMNS[column](cell) != "-" for cell in every)]
     for label, cells in points:
         for arm, cell in cells.items():
             groups.setdefault("" if alone else label, []).append(
@@ -126,16 +131,31 @@ def _point_table(
     return make_table((name if alone else "arm", *columns), groups)
 
 
-def tau_matrix(report: Report) -> TextTable | None:
-    """Return tau by task and arm, at the headline setting; None for a single task."""
-    if report.headline is None or len(report.tasks) < 2:
-        return None
-    show = format_tau if len(report.drafting) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
-    rows = []
-    for task in report.tasks:
-        cells = report.at(report.headline, task)
-        rows.append((task, *(show(cells[arm]) if arm in cells else "-" for arm in report.drafting)))
-    return make_table(("task", *report.drafting), {"": rows})
+def task_matrices(report: Report) -> dict[str, TextTable]:
+    """Return tau and speedup by task and arm, by their titles; none of a figure that is not known, or for one task.
+
+    At the headline setting; of a server that makes another number of drafts, at its own.
+    """
+    depth = report.headline.depth if report.headline else 0
+    settings = {
+        arm: cells.get(depth, next(iter(cells.values()))).setting
+        for arm in report.drafting
+        if (cells := report.by_depth(arm))
+    }
+    bare = len(settings) > MAX_INTERVALS
+    shown: dict[str, Callable[[Cell], str]] = {
+        "Tau by task": lambda cell: format_number(cell.tau, 2) if bare else format_tau(cell),
+        "Speedup by task": lambda cell: format_estimate(cell.speedup, None if bare else cell.speedup_ci95),
+    }
+    found = {}
+    for title, show in shown.items():
+        rows = []
+        for task in report.tasks if len(report.tasks) > 1 else ():
+            places = [report.by_place.get((arm, task, setting)) for arm, setting in settings.items()]
+            rows.append((task, *("-" if cell is None else show(cell) for cell in places)))
+        if any({*row[1:]} != {"-"} for row in rows):
+            found[title] = TextTable(("task", *settings), {"": rows})
+    return found
 
 
 def difference_table(report: Report) -> TextTable | None:

@@ -191,12 +191,18 @@ def serving_sentences(report: Report) -> list[str]:
     In a run, for the retrained head alone.
     """
     arms = [arm for arm in report.drafting if report.title is not None or arm == RETRAINED]
-    told = {arm: depth_sentence(report.by_depth(arm).values()) for arm in arms}
+    told = {
+        arm: depth_sentence(report.by_depth(arm).values(), is_served=arm in (report.endpoint or ())) for arm in arms
+    }
     return [f"{arm}: {text}" if len(arms) > 1 else text for arm, text in told.items() if text]
 
 
-def depth_sentence(cells: Iterable[Cell]) -> str:
-    """Return the number of drafts to serve with, given a head's cells at several numbers of drafts; may be empty."""
+def depth_sentence(cells: Iterable[Cell], *, is_served: bool = False) -> str:
+    """Return the number of drafts to serve with, given a head's cells at several numbers of drafts; may be empty.
+
+    Args:
+        is_served: Whether a server decoded.
+    """
     known = [cell for cell in cells if cell.pays is not None]
     if not known:
         return ""
@@ -214,10 +220,11 @@ def depth_sentence(cells: Iterable[Cell]) -> str:
             f"Undecided whether drafts pay: the interval of the speedup contains 1 for {'; '.join(unsure)}. Measure "
             "more prompts, on a machine without other work."
         )
+    decoder = "the built-in decoder. An engine's rounds may cost more: mtp-train compare plain=URL drafts=URL"
     return (
         f"Serve with {depth_words(best.depth)} a round, the fastest of the depths measured here ({depths}) that are "
         f"shown to pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding "
-        "by the built-in decoder. An engine's rounds may cost more: mtp-train compare plain=URL drafts=URL."
+        f"by {'the server' if is_served else decoder}."
     )
 
 

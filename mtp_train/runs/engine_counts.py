@@ -132,7 +132,7 @@ def probe_endpoint(
 def _asked(server: Server, progress: Progress) -> tuple[Served, list[tuple[ServedRecord, SpecCounts]]]:
     """Return the measurements of a server, and its answers that have drafts, with their counts."""
     grid = EvaluationGrid(temperatures=[0.0], prompts_per_task=PROMPTS_PER_TASK, max_new_tokens=NEW_TOKENS)
-    found = ask(server, grid.settled([], [server.checkpoint]), progress)
+    found = ask([server], grid.settled([], [server.checkpoint]), progress)[server.name]
     records = [one for some in found.arm.decoded.values() for one in some if isinstance(one, ServedRecord)]
     # Of servers that send text alone, some answers have other tokens here.
     told = [(one, one.told) for one in records if one.told and one.told.rounds and len(one.token_ids) == one.num_tokens]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -18,11 +18,13 @@ from mtp_train.answers.generate import noise_seed
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.decoding import record_of
-from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.grid import EvaluationGrid, greedy
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, Cell
-from mtp_train.evaluation.served import Server, connect, measure_endpoint
-from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
+from mtp_train.evaluation.results import ALL_TASKS, Cell, Report
+from mtp_train.evaluation.served import Server, connect, measure_endpoints
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Served, assemble, make_cells
+from mtp_train.report.tables import task_matrices
+from mtp_train.report.wording import format_estimate, serving_sentences
 from mtp_train.trunk.load import Trunk
 from openai_server import Reply, ReplyFn, completion, openai_server
 from scripted import ScriptedDrafting, plain_texts, random_prompt
@@ -79,7 +81,8 @@ def measure(
     client = connect(server, TOKENIZER, eos_ids, VOCAB_SIZE)
     client.wait = lambda seconds: None
     with Progress(disable=True) as progress, closing(client) as endpoint:
-        return measure_endpoint(endpoint, PROMPTS, settings, progress)
+        (found,) = measure_endpoints({server: endpoint}, PROMPTS, settings, progress).values()
+        return found
 
 
 @contextmanager
@@ -201,6 +204,94 @@ def test_a_server_without_drafts_is_told_from_one_that_counts_none(
     cell = found.cells[0]
     assert (cell.tau, cell.rule, cell.head) == ((None, "served", url) if head else (1.0, "none", None))
     assert (cell.new_tokens, cell.draft_tokens, cell.acceptance_rate) == (8 * len(PROMPTS), 0, None)
+
+
+# Speed
+
+
+class Clock:
+    """Stands still but while servers answer: a second for each prefill and each plain round."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def timed(self, server: DraftingServer, seconds_per_round: float) -> ReplyFn:
+        def reply(payload: dict[str, Any]) -> Reply:
+            answer = server.reply(payload)
+            self.now += 1.0 + server.results[-1].rounds * (seconds_per_round if server.drafting else 1.0)
+            return answer
+
+        return reply
+
+
+def measure_beside_plain(
+    trunk: Trunk, drafting: ScriptedDrafting, *loads: int, seconds_per_round: float = 1.25
+) -> tuple[Report, list[str]]:
+    """Return the report of a server that drafts and of one that does not, and the order of their requests."""
+    clock, order = Clock(), list[str]()
+    grid = EvaluationGrid(temperatures=[0.0], max_new_tokens=NEW_TOKENS, seed=SEED)
+    measured: dict[str, Served] = {}
+
+    def logged(name: str, server: DraftingServer) -> ReplyFn:
+        timed = clock.timed(server, seconds_per_round)
+        return lambda payload: (order.append(name), timed(payload))[1]
+
+    for load in loads:
+        with ExitStack() as stack:
+            running = {}
+            for name, of in (("plain", None), ("drafts", drafting)):
+                server = DraftingServer(trunk, of, DEPTH if of else 0, [], "vllm")
+                url = stack.enter_context(serving(server, logged(name, server)))
+                arm = Server(name=f"{name}@{load}", url=url, checkpoint="trunk", concurrency=load)
+                running[arm] = stack.enter_context(closing(connect(arm, TOKENIZER, [], VOCAB_SIZE)))
+                running[arm].clock = lambda: clock.now
+            with Progress(disable=True) as progress:
+                measured |= measure_endpoints(running, PROMPTS, grid, progress)
+    return assemble(Measurements(served=measured), greedy(DEPTH), {}, title="two servers"), order
+
+
+def test_a_server_s_speed_is_that_of_its_requests_over_those_of_a_server_without_drafts(
+    trunk: Trunk, drafting: ScriptedDrafting
+) -> None:
+    report, order = measure_beside_plain(trunk, drafting, 1)
+    cells = {(one.arm, one.task): one for one in report.cells}
+    for task in (ALL_TASKS, "code", "math"):
+        cell = cells["drafts@1", task]
+        assert cell.speedup == pytest.approx(cell.new_tokens / (cell.prompts + 1.25 * cell.rounds))
+        assert cells["plain@1", task].speedup == 1.0
+    cell = cells["drafts@1", ALL_TASKS]
+    assert cell.speedup_ci95[0] < cell.speedup < cell.speedup_ci95[1]
+    # Prefill is not told apart.
+    plain_rounds = cell.new_tokens - cell.prompts
+    assert cell.break_even_tau == pytest.approx((cell.prompts / cell.rounds + 1.25) * plain_rounds / cell.new_tokens)
+    assert report.gate.settings[0].speedup == cell.speedup
+    by_task = task_matrices(report)["Speedup by task"].groups[""]
+    assert by_task == [
+        (task, format_estimate(one.speedup, one.speedup_ci95))
+        for task in ("code", "math")
+        for one in [cells["drafts@1", task]]
+    ]
+    # One request each to warm up, then turns of four.
+    assert order == ["plain", "drafts", *["plain"] * 4, *["drafts"] * 4, "drafts", "plain"]
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [(1.0, "passed"), (4.0, "refused")])
+def test_the_gate_judges_drafts_by_the_times_of_requests(
+    trunk: Trunk, drafting: ScriptedDrafting, seconds: float, outcome: str
+) -> None:
+    report, _ = measure_beside_plain(trunk, drafting, 1, seconds_per_round=seconds)
+    assert (report.gate.baseline, report.gate.outcome) == ("none", outcome)
+    (told,) = serving_sentences(report)
+    assert told.endswith("times the speed of plain decoding by the server.") == (outcome == "passed")
+    assert told.startswith("Serve without drafts: ") == (outcome == "refused")
+
+
+def test_requests_side_by_side_have_a_speed_though_no_counts(trunk: Trunk, drafting: ScriptedDrafting) -> None:
+    report, _ = measure_beside_plain(trunk, drafting, 1, 2)
+    assert (report.gate.baseline, report.arms["plain@2"].speedup) == ("none", 1.0)
+    arm = report.arms["drafts@2"]
+    assert None not in (arm.speedup, arm.speedup_ci95)
+    assert arm.break_even_tau is None
 
 
 # Failures
