@@ -42,7 +42,8 @@ def main() -> None:
     if options.stage == "page":
         page(read_records(options.records), options.records)
         return
-    place = Place(options.work.resolve(), options.records, gather_texts())
+    # Not resolved: which prompts are chosen depends on the path of their file.
+    place = Place(options.work, options.records, gather_texts())
     if options.stage == "base" and not place.base.is_dir():
         place.work.mkdir(parents=True, exist_ok=True)
         make_base(base_texts(place.texts), place.work, SIZES["atlas"], torch.device("cpu"), TURN_END)

@@ -310,7 +310,7 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None) -> Cell:
 
 def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:
     # At temperature 0 all verify rules are equal. Above 0, the rule is a setting that the server does not report.
-    rule: Rule = "none" if drafts is False else "greedy" if drafts and temperature == 0.0 else "served"
+    rule: Rule = "none" if drafts is False else "greedy" if temperature == 0.0 else "served"
     return Setting(temperature, None, asked.drafts.depth if drafts and asked.drafts else 0, rule)
 
 

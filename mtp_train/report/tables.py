@@ -9,6 +9,7 @@ from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.results import ArmResult, Cell, Report
 from mtp_train.report.wording import (
+    SPEED_VERDICTS,
     Arms,
     bounds,
     depth_words,
@@ -38,7 +39,6 @@ PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 MAX_INTERVALS = 3
 """The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
 _TAU_VERDICTS = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
-_SPEED_VERDICTS = {"above": "drafts pay", "below": "drafts do not pay", "neither": "undecided"}
 PAYS = {"above": "yes", "below": "no", "neither": "undecided", None: "-"}
 
 _ARM_COLUMNS: dict[str, Callable[[ArmResult], str]] = {
@@ -184,7 +184,7 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
     if gate is None:
         return None
     against_plain = gate.baseline == PLAIN
-    verdicts = _SPEED_VERDICTS if against_plain else _TAU_VERDICTS
+    verdicts = SPEED_VERDICTS if against_plain else _TAU_VERDICTS
     rows = []
     for one in gate.settings:
         decides = [f"{one.baseline_tau:.2f}", bounds(one.delta_tau_ci95, "+.2f").strip() or "-"]

@@ -33,6 +33,7 @@ RECORDED = {
     TABLE: "a static n-gram table of the same training text instead of a head: the gain from repeated phrases alone",
 }
 
+SPEED_VERDICTS = {"above": "drafts pay", "below": "drafts do not pay", "neither": "undecided"}
 BASELINES = {GRAFT: "the graft", NATIVE: "the native head", PLAIN: "plain decoding"}
 
 
@@ -192,17 +193,23 @@ def serving_sentences(report: Report) -> list[str]:
     """
     arms = [arm for arm in report.drafting if report.title is not None or arm == RETRAINED]
     told = {
-        arm: depth_sentence(report.by_depth(arm).values(), is_served=arm in (report.endpoint or ())) for arm in arms
+        arm: (served_sentence if arm in (report.endpoint or ()) else depth_sentence)(report.by_depth(arm).values())
+        for arm in arms
     }
     return [f"{arm}: {text}" if len(arms) > 1 else text for arm, text in told.items() if text]
 
 
-def depth_sentence(cells: Iterable[Cell], *, is_served: bool = False) -> str:
-    """Return the number of drafts to serve with, given a head's cells at several numbers of drafts; may be empty.
+def served_sentence(cells: Iterable[Cell]) -> str:
+    """Return what a server's drafts bring, by its own time; may be empty."""
+    return "; ".join(
+        f"{SPEED_VERDICTS[cell.pays]}: {format_estimate(cell.speedup, cell.speedup_ci95)} times the speed without them"
+        for cell in cells
+        if cell.pays is not None
+    )
 
-    Args:
-        is_served: Whether a server decoded.
-    """
+
+def depth_sentence(cells: Iterable[Cell]) -> str:
+    """Return the number of drafts to serve with, given a head's cells at several numbers of drafts; may be empty."""
     known = [cell for cell in cells if cell.pays is not None]
     if not known:
         return ""
@@ -220,11 +227,10 @@ def depth_sentence(cells: Iterable[Cell], *, is_served: bool = False) -> str:
             f"Undecided whether drafts pay: the interval of the speedup contains 1 for {'; '.join(unsure)}. Measure "
             "more prompts, on a machine without other work."
         )
-    decoder = "the built-in decoder. An engine's rounds may cost more: mtp-train compare plain=URL drafts=URL"
     return (
         f"Serve with {depth_words(best.depth)} a round, the fastest of the depths measured here ({depths}) that are "
         f"shown to pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding "
-        f"by {'the server' if is_served else decoder}."
+        "by the built-in decoder. An engine's rounds may cost more: mtp-train compare plain=URL drafts=URL."
     )
 
 
@@ -236,7 +242,8 @@ def setting_words(setting: Setting) -> str:
 
 
 def depth_words(depth: int) -> str:
-    return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
+    # A server may not report how many.
+    return "drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def difference_words(row: ArmComparison) -> str:

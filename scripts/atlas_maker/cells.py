@@ -96,6 +96,11 @@ BY_CELL: dict[Cell, Sequence[str]] = {
 """The design: which fine-tunes have a cell, in the order of work. 80 cells."""
 
 
+BEFORE_RL = (REFERENCE, Cell(loss="ce"), Cell(loss="e2e_tv"))
+AFTER_RL = (SAME, "sharp", "flat")
+"""Heads of the base that are measured after its entropy has changed, as it may by RL; and, first, before."""
+
+
 def cells_of(name: str) -> list[Cell]:
     return [cell for cell, names in BY_CELL.items() if name in names]
 
@@ -158,6 +163,9 @@ class Study:
                 f"{place.base}. Move the file away to begin this fine-tune again."
             )
         self.bench = self._open(name, place.tuned(name), place.work / name / "run")
+        groups = [one.group for one in self.bench.run.inputs.text.held_out]
+        if self.record.setdefault("groups", groups) != groups:
+            raise SystemExit(f"{self.path}: cells of other prompts. Give --work as it was given for them.")
 
     def _open(self, name: str, trunk: Path, run: Path) -> Bench:
         with Progress(console=self.console, disable=True) as progress:
@@ -178,7 +186,6 @@ class Study:
     def run(self) -> None:
         """Measure what comes before training, then run every cell that the record lacks."""
         if "graft" not in self.record:
-            self.record["groups"] = [one.group for one in self.bench.run.inputs.text.held_out]
             self.record["moved"] = moved(self.place, self.name, self.kept(OWN))
             self.record["graft"] = self._measured(None)
             self.save()
@@ -189,6 +196,11 @@ class Study:
             if cell.name not in self.record.setdefault("cells", {}):
                 self.record["cells"][cell.name] = {**asdict(cell), **self._cell(cell)}
                 self.save()
+        missing = [one for one in BEFORE_RL if one.name not in self.record.get("before_rl", {})]
+        if self.name in AFTER_RL and missing:
+            before = self if self.name == SAME else Study(self.place, SAME, self.console)
+            self.record.setdefault("before_rl", {}).update({one.name: self._of(before, one) for one in missing})
+            self.save()
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,19 +210,28 @@ class Study:
         return [one for one in self.bench.texts[text] if is_kept(one)]
 
     def _cell(self, cell: Cell) -> dict[str, Any]:
+        text, started = self.text(cell), time.process_time()
+        self._train(cell, text)
+        seconds = time.process_time() - started
+        return {**self._of(self, cell), "documents": len(text), "train_cpu_seconds": round(seconds)}
+
+    def _train(self, cell: Cell, text: Sequence[Document]) -> Path:
+        """Return where a cell's head is, after training unless it is there."""
         directory = self.place.work / self.name / cell.name
         recipe = self.bench.run.recipe
         rate = lr_choice(recipe, self.bench.trunk.lm_head_VD.shape[1]).value
         changes = {"seed": cell.seed, "objective.loss": cell.loss, "train.lr": rate * cell.rate}
-        text, started = self.text(cell), time.process_time()
         self.bench.train(recipe.replaced(changes), text, directory)
-        seconds = time.process_time() - started
-        found = self._measured(directory)
+        return directory
+
+    def _of(self, other: Study, cell: Cell) -> dict[str, Any]:
+        """Measure a cell's head that was trained for this fine-tune, or for another one."""
+        found = self._measured(other._train(cell, other.text(cell)))
         self.console.print(
-            f"{self.name} {cell.name}: "
+            f"{self.name} {cell.name} of {other.name}: "
             + ", ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found["counts"].items())
         )
-        return {**found, "documents": len(text), "train_cpu_seconds": round(seconds)}
+        return found
 
     def _measured(self, directory: Path | None) -> dict[str, Any]:
         """Return a head's counts of every held-out prompt, and its scores on the texts that no head is trained on."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from ablate import tau
 from atlas_maker.cells import (
+    BEFORE_RL,
     CONTROL,
     CORPUS,
     FEW,
@@ -71,11 +72,14 @@ def measured(record: Record, cell: Cell | None) -> Record | None:
 
 def gain(record: Record, first: Cell, second: Cell | None, temperature: str) -> Difference | None:
     """Return the gain in tau of one cell over another of a fine-tune; None where one of them has not been run."""
-    both = [measured(record, cell) for cell in (first, second)]
-    if None in both:
-        return None
-    known = (found["counts"][temperature] for found in both if found is not None)
-    return tau_difference(*(prompt_counts(counts, enumerate(record["groups"])) for counts in known))
+    both = measured(record, first), measured(record, second)
+    return None if None in both else difference(record, *both, temperature)
+
+
+def difference(record: Record, first: Record | None, second: Record | None, temperature: str) -> Difference:
+    """Return the gain in tau of one measured head of a fine-tune over another."""
+    counts = (found["counts"][temperature] for found in (first, second) if found is not None)
+    return tau_difference(*(prompt_counts(one, enumerate(record["groups"])) for one in counts))
 
 
 def claims(records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -91,6 +95,24 @@ def claims(records: Mapping[str, Record]) -> list[dict[str, Any]]:
         found.append(row)
     survives = holm([row.get("p_value") for row in found], LEVEL)
     return [{**row, "survives": one} for row, one in zip(found, survives, strict=True)]
+
+
+def before_rl(records: Mapping[str, Record]) -> Iterator[dict[str, Any]]:
+    """Yield what heads of the base accept before and after its entropy changed, without further training.
+
+    Beside its own head, and one that was trained for the changed trunk by KL.
+    """
+    for (name, record), temperature in itertools.product(records.items(), TEMPERATURES):
+        trained = {one.loss: record["before_rl"][one.name] for one in BEFORE_RL if "before_rl" in record}
+        if trained and (after := measured(record, REFERENCE)) is not None:
+            heads = {GRAFT: record[GRAFT], **trained, "after": after}
+            pairs = {f"{loss} - kl": difference(record, heads[loss], trained["kl"], temperature) for loss in heads}
+            yield {
+                "finetune": name,
+                "temperature": temperature,
+                "tau": {head: tau(found["counts"][temperature]) for head, found in heads.items()},
+                "differences": {pair: [one.value, *(one.ci95 or ())] for pair, one in pairs.items()},
+            }
 
 
 def over_seeds(records: Mapping[str, Record]) -> dict[str, list[float]]:
@@ -191,6 +213,7 @@ def judged(records: Mapping[str, Record]) -> dict[str, Any]:
     return {
         "outcomes": rows,
         "claims": claims(records),
+        "before_rl": list(before_rl(records)),
         "seeds": over_seeds(records),
         "selection": selection(records),
         "rule": rule(rows),

@@ -16,7 +16,7 @@ from atlas_maker.claims import GRAFT, LEVEL, SELECTED, Record, decoded, judged, 
 def page(records: Mapping[str, Record], pictures: Path) -> None:
     """Print the tables and one line of JSON, and draw the pictures."""
     found = judged(records)
-    for part in (of_finetunes, of_claims, of_scores):
+    for part in (of_finetunes, of_claims, of_scores, of_rl):
         print("\n".join(part(found)), end="\n\n")
     pictures.mkdir(parents=True, exist_ok=True)
     for name, draw in (("pays", draw_pays), ("claims", draw_claims)):
@@ -64,6 +64,13 @@ def of_scores(found: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys(one["score"] for one in found["selection"]):
         right = (f"{one['right']}/{one['pairs']}" for one in found["selection"] if one["score"] == name)
         yield row_of(f"`{name.removeprefix('held_out_')}`", *right)
+
+
+def of_rl(found: Mapping[str, Any]) -> Iterator[str]:
+    for row in found["before_rl"]:
+        words = [f"{head} {tau:.2f}" for head, tau in row["tau"].items()]
+        words += [f"{pair} {value:+.2f} {span(bounds)}" for pair, (value, *bounds) in row["differences"].items()]
+        yield row_of(row["finetune"], row["temperature"], *words)
 
 
 def draw_pays(found: Mapping[str, Any]) -> plt.Figure:

@@ -13,8 +13,8 @@ import pytest
 import ablate
 import atlas
 from atlas_maker import cells, finetunes
-from atlas_maker.cells import BY_CELL, NAMES, REFERENCE, Cell
-from atlas_maker.claims import claims, outcomes, read_records, rule, selection
+from atlas_maker.cells import BEFORE_RL, BY_CELL, NAMES, REFERENCE, Cell
+from atlas_maker.claims import before_rl, claims, outcomes, read_records, rule, selection
 from atlas_maker.page import page
 from demo_maker.sizes import SIZES
 from runs import Capture
@@ -62,6 +62,18 @@ def test_a_claim_is_a_mean_over_fine_tunes_and_needs_more_than_its_spread() -> N
     assert (mixed["mean"], mixed["survives"]) == (pytest.approx(0.0, abs=1e-9), False)
     # Nothing was run of it.
     assert "mean" not in found["corpus - own answers"]
+
+
+def test_a_head_from_before_rl_is_compared_on_the_changed_trunk() -> None:
+    """By hand: as above, and a head that was trained once is as far ahead as it accepts more."""
+    once = {cell.name: head(15 + number) for number, cell in enumerate(BEFORE_RL)}
+    records = {"sharp": {**record(head(5), {REFERENCE: head(18)}), "before_rl": once}, "json": record(head(5), {})}
+    rows = list(before_rl(records))
+    assert [(row["finetune"], row["temperature"]) for row in rows] == [("sharp", "0"), ("sharp", "0.7")]
+    taus = {"graft": 1.6, "kl": 2.6, "ce": 2.7, "e2e_tv": 2.8, "after": 2.9}
+    assert rows[0]["tau"] == pytest.approx(taus)
+    gains = {pair: value for pair, (value, *_) in rows[0]["differences"].items()}
+    assert gains == pytest.approx({f"{name} - kl": of_name - taus["kl"] for name, of_name in taus.items()})
 
 
 def test_a_score_is_judged_by_the_heads_that_it_orders() -> None:
@@ -114,16 +126,16 @@ def test_a_fine_tune_is_made_and_its_cells_are_run_and_not_run_again(
     monkeypatch.setattr(cells, "probe", lambda place, name: {"verdict": "retrain"})
     monkeypatch.setattr(finetunes, "batches_by_length", lambda exchanges, rows: iter([exchanges[:2]]))
     monkeypatch.setitem(SIZES, "atlas", replace(SIZES["small"], base_tokens=4096))
-    work = tmp_path / "work"
+    monkeypatch.chdir(tmp_path)
     records = tmp_path / "records"
     for stage in (["base"], ["cells", "json"]):
-        monkeypatch.setattr(sys, "argv", ["atlas.py", *stage, "--work", str(work), "--records", str(records)])
+        monkeypatch.setattr(sys, "argv", ["atlas.py", *stage, "--work", "work", "--records", str(records)])
         atlas.main()
     found = json.loads((records / "json.json").read_text())
     assert [one["documents"] for one in found["cells"].values()] == [20, 20]
     assert found["moved"]["tokens"] > 0
     monkeypatch.setattr(ablate, "train_stage", None)
-    monkeypatch.setattr(sys, "argv", ["atlas.py", "cells", "json", "--work", str(work), "--records", str(records)])
+    monkeypatch.setattr(sys, "argv", ["atlas.py", "cells", "json", "--work", "work", "--records", str(records)])
     atlas.main()
     assert json.loads((records / "json.json").read_text()) == found
 
