@@ -60,7 +60,7 @@ from mtp_train.trunk import states
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import Segment, TrunkStates
 from mtp_train.upstream import compiled
-from mtp_train.upstream.compiled import replace_forwards, row_norms
+from mtp_train.upstream.compiled import compilable, replace_forwards, row_norms
 from mtp_train.upstream.transformers_private import replacing
 
 aten = torch.ops.aten
@@ -338,7 +338,7 @@ def count_step(model: SpeculativeDecoder, tokens: int, eager: bool = False) -> C
         stack.enter_context(published_rule(trunk, counting))
         stack.enter_context(OnGpu("meta"))
         stack.enter_context(counting.compiling())
-        replace_forwards(row_norms(module.modules()))
+        replace_forwards(compilable(row_norms(module.modules()), META))
         stack.enter_context(counting.active())
         total = module(micro).total
         counting.of("head: backward", total.backward)()

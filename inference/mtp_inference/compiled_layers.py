@@ -21,8 +21,8 @@ from mtp_train.families import Family
 from mtp_train.upstream.compiled import (
     Replaced,
     by_rows,
+    compilable,
     fused,
-    is_compilable,
     replaced_forwards,
     row_norms,
     subclass,
@@ -43,12 +43,9 @@ class CompiledLayers:
 
     def __init__(self, models: Sequence[nn.Module], family: Family) -> None:
         modules: list[Any] = list(nn.ModuleList(models).modules())
-        self.replaced: Replaced = row_norms(modules)
-        for module in modules:
-            other = _compiled_class(module)
-            if other is not None and is_compilable(module):
-                self.replaced[module] = other
+        others = {module: other for module in modules if (other := _compiled_class(module)) is not None}
         self._device = next(models[0].parameters()).device
+        self.replaced: Replaced = compilable(row_norms(modules) | others, self._device)
         self._python_module = importlib.import_module(family.classes.python_module)
 
     def refresh(self) -> None:
@@ -76,8 +73,8 @@ def _compiled_class(module: Any) -> type[nn.Module] | None:
 
 
 def _is_elementary(layer: nn.Module) -> bool:
-    """Return whether a layer is linear or an activation: a mixture, or its router, is neither."""
-    return type(layer) is nn.Linear or not list(layer.parameters())
+    """Return whether a layer is linear, in whatever form, or an activation: a mixture, or its router, is neither."""
+    return hasattr(layer, "in_features") or not list(layer.parameters())
 
 
 @functools.cache

@@ -49,7 +49,7 @@ from mtp_train.train.state import (
 from mtp_train.train.step_timer import StepTimer
 from mtp_train.train.stopping import noted_signal, stopped_after
 from mtp_train.trunk.states import States
-from mtp_train.upstream.compiled import replace_forwards, row_norms
+from mtp_train.upstream.compiled import compilable, compiles_on, num_graphs, replace_forwards, row_norms
 
 _LOG = logging.getLogger(__name__)
 _PINNING = ("cuda", "xpu")
@@ -201,7 +201,7 @@ def train_head(
         return chosen_weights(head, state_dir, selection)
     optimizer = make_optimizer(head, options, fused=takes_fused(accelerator))
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
-    replace_forwards(row_norms(module.modules()))
+    replace_forwards(compilable(row_norms(module.modules()), accelerator.device))
     if done:
         load_moments(state_dir, done, head, optimizer)
     run = Training(
@@ -354,7 +354,8 @@ def finish_step(run: Training, done: int, norm: float, *, saves: bool) -> None:
     require_finite(run, done, norm)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
-            run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
+            compiled = {"compiled_graphs": num_graphs()} if compiles_on(run.accelerator.device) else {}
+            run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts | compiled)
         run.sums = LogSums.zero(len(weight_K))
     if selection is not None and (done % selection.every_steps == 0 or done == options.max_steps):
         measure(run, selection, done)

@@ -52,6 +52,11 @@ def _can_compile(index: int) -> bool:
     return True
 
 
+def num_graphs() -> int:
+    """Return the number of graphs that were compiled so far: it grows while something is compiled again."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return a function, compiled if functions are compiled for the device."""
     return compiled(function) if compiles_on(device) else function
@@ -68,17 +73,30 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None) -> Ca
     return torch.compile(function, dynamic=dynamic)
 
 
-def is_compilable(module: nn.Module) -> bool:
-    """Return whether a module, on a device that compiles, is plain: not quantised, adapted or offloaded."""
+def compilable(wanted: Replaced, device: torch.device) -> Replaced:
+    """Return those of a model's modules that are plain, if its device compiles; warn if others are beside them."""
+    if not compiles_on(device):
+        return {}
+    found = {module: other for module, other in wanted.items() if _is_plain(module)}
+    if len(found) < len(wanted):
+        warnings.warn(
+            f"torch.compile: {len(wanted) - len(found)} of {len(wanted)} norms, MLPs and the like are quantised, "
+            "adapted or offloaded. They run eagerly, which is slower.",
+            stacklevel=2,
+        )
+    return found
+
+
+def _is_plain(module: nn.Module) -> bool:
     return all(
         type(part).__module__.startswith(_PLAIN_MODULES) and "forward" not in vars(part) for part in module.modules()
     ) and all(compiles_on(one.device) for one in module.parameters())
 
 
 def row_norms(modules: Iterable[Any]) -> Replaced:
-    """Return the norms among modules that can run in one kernel each."""
+    """Return the norms among modules, which can run in one kernel each."""
     norms = (module for module in modules if _ROW_NORM.search(type(module).__name__))
-    return {module: by_rows(module.__class__) for module in norms if is_compilable(module)}
+    return {module: by_rows(module.__class__) for module in norms}
 
 
 @functools.cache

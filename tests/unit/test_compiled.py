@@ -23,11 +23,20 @@ from mtp_inference.sampling.distributions import Sampling
 from mtp_train.losses.chunked import frozen_head_loss
 from mtp_train.trunk.load import Trunk
 from mtp_train.upstream import compiled
-from mtp_train.upstream.compiled import compiles_on, fused, replace_forwards, replaced_forwards, row_norms
+from mtp_train.upstream.compiled import (
+    compilable,
+    compiles_on,
+    fused,
+    num_graphs,
+    replace_forwards,
+    replaced_forwards,
+    row_norms,
+)
 from mtp_train.upstream.transformers_private import replacing
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
+CPU = torch.device("cpu")
 PROMPT, DEPTH, ROUNDS = [5, 9, 2, 11, 3], 3, 3
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 TRIED = ("qwen3_5", "bailing_hybrid", "nemotron_h", "deepseek_v4", "gpt_oss", "hy_v4")
@@ -111,8 +120,10 @@ def test_a_recurrent_layer_is_compiled_once_for_all_layers() -> None:
 
         return torch.compile(function, dynamic=dynamic, backend=backend, fullgraph=True)
 
+    before = num_graphs()
     with compiling(counting):
         decided(trunk, 0, CompiledLayers([trunk.causal_lm], trunk.family))
+    assert num_graphs() - before == len(calls)
     assert len(layers) == 6
     assert sum("_between_states" in name for name in calls) == 1
 
@@ -122,7 +133,7 @@ def test_layers_are_themselves_again_after_a_round_and_a_copy_has_its_own_weight
     rows = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
     expected = norm(rows).detach()
     with compiling(unchanged):
-        found = row_norms([norm])
+        found = compilable(row_norms([norm]), CPU)
         with replaced_forwards(found):
             assert type(norm) is not Qwen3_5RMSNorm
             assert isinstance(norm, Qwen3_5RMSNorm)
@@ -145,7 +156,8 @@ def test_adapted_offloaded_and_other_layers_are_left_alone() -> None:
     trunk = Trunk(get_peft_model(trunk.causal_lm, LoraConfig(target_modules=["down_proj"])), trunk.family)
     norm = trunk.decoder.norm
     norm.forward = norm.forward
-    left = _replaced(trunk)
+    with pytest.warns(UserWarning, match="norms, MLPs and the like are quantised, adapted or offloaded"):
+        left = _replaced(trunk)
     assert norm not in left
     assert {type(module).__name__ for module in left} == replaced - {"Qwen3_5MLP"}
 
@@ -186,7 +198,7 @@ def test_a_compiled_norm_trains_as_an_eager_one() -> None:
     rows = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
     norm(rows).square().sum().backward()
     with replacing(compiled, compiles_on=lambda _device: True):
-        replace_forwards(row_norms([other]))
+        replace_forwards(compilable(row_norms([other]), CPU))
         other(rows).square().sum().backward()
     assert norm.weight.grad is not None
     assert other.weight.grad is not None
