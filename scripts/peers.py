@@ -2,14 +2,15 @@
 """Train a native head with other trainers on the same answers, and compare acceptance.
 
     python -m venv runs/speculators && runs/speculators/bin/pip install speculators==0.9.0
-    runs/speculators/bin/pip uninstall --yes torchvision torchaudio
-    python scripts/peers.py recipes/retrain_head.yaml --python runs/speculators/bin/python --out runs/peers \
-        evaluate.prompts=96
+    python -m venv runs/unsloth && runs/unsloth/bin/pip install unsloth==2026.10.9
+    python scripts/peers.py recipes/retrain_head.yaml --environments runs --out runs/peers evaluate.prompts=96 \
+        train.precision=fp32
 
 All train on the answers of the recipe, from the same graft, with equal steps of as many tokens; the last
 tenth of the answers is left to speculators' validation. Our decoder judges, on the recipe's held-out prompts: greedily,
-and at temperature 1 with sampled drafts. A cell's name is its trainer, the state that the head is trained on, and the
-learning rate. Trained heads and their counts stay in the directory, so the same command resumes an interrupted run.
+and at temperature 1 with sampled drafts. A cell's name is its trainer, its loss or the state that the head is trained
+on, and the learning rate. Trained heads and their counts stay in the directory, so the same command resumes an
+interrupted run.
 ``recorded_ablation.py peers.json`` compares the cells.
 """
 
@@ -38,10 +39,12 @@ from mtp_train.heads.build import drafting_of, graft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 
-PROGRAM = Path(__file__).parent / "peers_maker" / "train_speculators.py"
+PROGRAMS = Path(__file__).parent / "peers_maker"
 TRAINED = 0.9
 """Share of the answers to train on."""
-SPECULATORS = "speculators"
+OURS = "ours"
+FORMS = {"speculators": "--states", "unsloth": "--loss"}
+"""What differs between the trainings of a peer: an option of its program."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,21 @@ class Cell:
     """A training."""
 
     trainer: str
-    """A loss of ours, or a peer."""
-    states: str
+    """Ours, or a peer."""
+    form: str
+    """Of ours the loss."""
     rate: str
 
     @property
     def name(self) -> str:
-        return f"{self.trainer}-{self.states}-{self.rate}"
+        return f"{self.trainer}-{self.form}-{self.rate}"
 
 
-TRAINERS = (("kl", "after_norm"), ("ce", "after_norm"), (SPECULATORS, "after_norm"), (SPECULATORS, "before_norm"))
-"""Trainers and states; the first is the reference."""
+TRAINERS = (
+    *((OURS, "kl"), (OURS, "ce"), ("unsloth", "kl_div"), ("unsloth", "ce")),
+    *(("speculators", "after_norm"), ("speculators", "before_norm")),
+)
+"""Trainers and their forms; the first is the reference."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,8 @@ class PeersBench(Bench):
 class Study:
     """All trainings on the answers of one run."""
 
-    def __init__(self, recipe: Recipe, out: Path, python: Path, progress: Progress) -> None:
-        self.out, self.python = out, python
+    def __init__(self, recipe: Recipe, out: Path, environments: Path, progress: Progress) -> None:
+        self.out, self.environments = out, environments
         bench = open_bench(recipe, out / "run", progress)
         self.bench = PeersBench(bench.run, bench.trunk, bench.texts)
         self.texts = bench.texts["self"]
@@ -92,14 +99,14 @@ class Study:
         """Return the directory of a cell's head, which is trained unless it was."""
         directory = self.out / f"{cell.name}-{seed}"
         if not (directory / "cost.json").exists():
-            train = self._peer if cell.trainer == SPECULATORS else self._ours
+            train = self._ours if cell.trainer == OURS else self._peer
             cost = train(cell, seed, directory)
             write_json(directory / "cost.json", cost)
         return directory
 
     def _ours(self, cell: Cell, seed: int, directory: Path) -> dict[str, Any]:
         recipe = self.bench.run.recipe
-        changes = {"seed": seed, "objective.loss": cell.trainer, "train.lr": float(cell.rate)}
+        changes = {"seed": seed, "objective.loss": cell.form, "train.lr": float(cell.rate)}
         started = time.process_time()
         self.bench.train(recipe.replaced(changes), self.texts[: int(len(self.texts) * TRAINED)], directory)
         return {"cpu_seconds": round(time.process_time() - started, 1)}
@@ -107,7 +114,7 @@ class Study:
     def _peer(self, cell: Cell, seed: int, directory: Path) -> dict[str, Any]:
         train = self.bench.run.recipe.train
         settings = {
-            "--states": cell.states,
+            FORMS[cell.trainer]: cell.form,
             "--lr": cell.rate,
             "--steps": train.max_steps,
             "--tokens": train.tokens_per_step,
@@ -117,7 +124,8 @@ class Study:
         }
         flags = [str(one) for pair in settings.items() for one in pair]
         places = [self.out / "texts.json", self.verifier, directory]
-        printed = subprocess.run([self.python, PROGRAM, *places, *flags], check=True, stdout=subprocess.PIPE, text=True)
+        python, program = self.environments / cell.trainer / "bin" / "python", PROGRAMS / f"train_{cell.trainer}.py"
+        printed = subprocess.run([python, program, *places, *flags], check=True, stdout=subprocess.PIPE, text=True)
         return dict(json.loads(printed.stdout.splitlines()[-1]))
 
 
@@ -126,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a recipe field")
-    parser.add_argument("--python", type=Path, required=True, help="of the peer's environment")
+    parser.add_argument("--environments", type=Path, required=True, help="directory of the peers' environments")
     parser.add_argument("--out", type=Path, required=True, help="directory of heads, counts and peers.json")
     # speculators' tutorial has 1e-4, its trainer 1e-3 by default, the recipe 6e-3.
     parser.add_argument("--rates", default="0.006", help="learning rates, the first is the reference; default: 0.006")
@@ -137,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     console, fixed = Console(), [f"run_dir={out / 'run'}", "track.wandb=off", "objective.loss=kl"]
     recipe = load_recipe(options.recipe, [*options.overrides, *fixed])
     with Progress(console=console, disable=True) as progress:
-        study = Study(recipe, out, options.python.absolute(), progress)
+        study = Study(recipe, out, options.environments.absolute(), progress)
     cells = [Cell(*trainer, rate) for trainer, rate in itertools.product(TRAINERS, options.rates.split(","))]
     found: dict[str, list[Counts]] = {cell.name: [] for cell in cells}
     costs: dict[str, list[Any]] = {cell.name: [] for cell in cells}
