@@ -15,7 +15,7 @@ from json_files import read_json, write_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
@@ -65,7 +65,7 @@ def save_with_head(trunk: Trunk, head: MtpHead, path: Path, dtype: torch.dtype =
     """Save a single-file checkpoint that holds its head, shared keys included, as a release does."""
     save_stripped(trunk, path)
     tensors = load_file(path / SINGLE_FILE)
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     for name, value in head.state_dict().items():
         tensors |= {key: part.to(dtype).contiguous() for key, part in layout.split(name, value)}
     for shared, trunk_key in layout.family.keys.shared.items():
@@ -200,7 +200,7 @@ def all_tensors(path: Path) -> dict[str, Tensor]:
 
 def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a checkpoint's trunk and head, what the head repeats of the trunk left out."""
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     tensors = {key: value for key, value in all_tensors(path).items() if layout.shared_key(key) is None}
     head = {key: value for key, value in tensors.items() if layout.is_head_key(key)}
     return {key: value for key, value in tensors.items() if key not in head}, head
@@ -208,7 +208,7 @@ def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def shared_by_the_head(path: Path) -> list[str]:
     """Assert that the head's copies of the embedding and the lm_head equal the trunk's; return their keys."""
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     tensors = all_tensors(path)
     repeated = [key for key in tensors if layout.is_head_key(key) and layout.shared_key(key) is not None]
     for key in repeated:

@@ -12,12 +12,12 @@ import numpy as np
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, save_with_head
+from mtp_train.checkpoints.export import with_fields
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.sidecar import head_tensors
 from mtp_train.checkpoints.native import NativeHead, exact_tensor
 from mtp_train.cli.main import main
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of
 from tiny import tiny_head, tiny_trunk
 
@@ -71,7 +71,7 @@ def add_fields(writer: gguf.GGUFWriter, head: gguf.GGUFReader, num_layers: int) 
 def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
     """Write a trunk without its head, for a family whose heads are named as layers; ``added`` are further fields."""
     opened = open_checkpoint(checkpoint)
-    layout = layout_of(opened)
+    layout = opened.layout
     config = config_of(opened)
     record = GGUF_HEADS[opened.text_config["model_type"]]
     layers = f"{layout.trunk_prefix}layers."
@@ -83,8 +83,8 @@ def write_trunk_of(checkpoint: Path, path: Path, **added: Any) -> Path:
     keys = [key for key in opened.tensors if key.startswith(layers) and not layout.is_head_key(key)]
     stored = NativeHead(tuple(exact_tensor(opened, key, key) for key in keys), (), {})
     # As if every layer was one of a head.
-    none_before = replace(layout, num_hidden_layers=0)
-    for one in head_tensors(opened, none_before, stored, record, {**config, "num_hidden_layers": 0}):
+    none_before = replace(opened, config=with_fields(opened, {"num_hidden_layers": 0}))
+    for one in head_tensors(none_before, stored, record, {**config, "num_hidden_layers": 0}):
         writer.add_tensor(one.key, one.load().float().numpy())
     for tensor in head.tensors:
         if not tensor.name.startswith("blk."):

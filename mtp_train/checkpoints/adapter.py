@@ -34,7 +34,6 @@ from mtp_train.checkpoints.files import (
     scan_safetensors,
 )
 from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS, matching_files
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.suggestions import command, output_of
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -321,7 +320,7 @@ class Merge:
     """``vocab_size``, where the adapter's training resized the vocabulary."""
 
 
-def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merge:
+def plan_merge(source: Checkpoint, adapter: Adapter) -> Merge:
     """Return what merging an adapter changes in a checkpoint, without reading any tensor.
 
     The adapter's tokenizer and chat template replace the checkpoint's.
@@ -336,7 +335,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
             f"{source.path}: quantised ({method}); expected plain weights, as the sum of quantised weights and an "
             "adapter would have to be quantised again. Merge into the checkpoint from which this one was quantised."
         )
-    plan = _Plan(source, layout, adapter)
+    plan = _Plan(source, adapter)
     plan.require_tied()
     for name, key in adapter.replacements.items():
         plan.replace(name, key)
@@ -347,7 +346,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     tokenizer = tokenizer_files(source.path, adapter.path)
     # Beside a model, transformers would apply the adapter a second time.
     left_out = {ADAPTER_CONFIG_FILE, *(matching_files(source.path, _TOKENIZER) if tokenizer else ())}
-    rows = plan.rows.get(layout.embed_key)
+    rows = plan.rows.get(plan.layout.embed_key)
     return Merge(
         {key: plan.changed(key) for key in {**plan.replaced, **plan.steps}},
         {**dict.fromkeys(left_out), **tokenizer},
@@ -358,8 +357,9 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
 class _Plan:
     """The change of each stored tensor: other values in its place, and the steps that add to them."""
 
-    def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
-        self.source, self.layout, self.adapter = source, layout, adapter
+    def __init__(self, source: Checkpoint, adapter: Adapter) -> None:
+        self.source, self.adapter = source, adapter
+        self.layout = layout = source.layout
         self.replaced: dict[str, tuple[str, int]] = {}
         """Stored key to the key in the adapter of the values that replace it, and their first row there."""
         self.steps: dict[str, list[Step]] = defaultdict(list)

@@ -36,7 +36,6 @@ from mtp_train.checkpoints.files import (
     read_metadata,
     source_files,
 )
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, marked, shared_tensors, stored_tensor
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
@@ -66,7 +65,6 @@ LinkMode = Literal["hard", "copy"]
 
 def write_checkpoint(
     source: Checkpoint,
-    layout: HeadLayout,
     head: NativeHead | None,
     out: Path,
     *,
@@ -84,10 +82,10 @@ def write_checkpoint(
         How many tensors of the trunk were compared with the source's afterwards, byte for byte, and what was found.
     """
     merge = merge or Merge()
-    placed = _placed(source, layout, head, merge.tensors, os.listdir(source.path))
+    placed = _placed(source, head, merge.tensors, os.listdir(source.path))
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
     changed |= {file for file, _ in source.superseded}
-    documents = patched_documents(source, layout, head, merge.config_fields)
+    documents = patched_documents(source, head, merge.config_fields)
     index = placed.new_index(source) if source.index is not None or placed.additions else None
     if index != source.index:
         documents[INDEX_FILE] = index
@@ -114,7 +112,7 @@ def write_checkpoint(
                 copy_file(replacement, directory / name)
         for name, document in documents.items():
             write_json(directory / name, document)
-        trunk = [key for key in source.tensors if not layout.is_head_key(key)]
+        trunk = [key for key in source.tensors if not source.layout.is_head_key(key)]
         copied = [key for key in trunk if key not in merge.tensors]
         written = open_checkpoint(directory)
         for key in progress.track(copied, description=f"comparing {out.name}"):
@@ -140,7 +138,7 @@ def _name_in(source: Checkpoint, file: Path) -> str:
     return file.relative_to(source.path).as_posix()
 
 
-def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
+def add_in_place(source: Checkpoint, head: NativeHead) -> None:
     """Add ``head`` to a checkpoint that lacks it, in its own directory. No tensor of the trunk is read or moved.
 
     If this is interrupted, loaders find the checkpoint without the head or with it: the last rename decides.
@@ -152,16 +150,16 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     earlier = source.path / HEAD_FILE
     has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
     taken = set(os.listdir(source.path)) - ({HEAD_FILE} if has_earlier else set())
-    own = [key for key in source.tensors if layout.is_head_key(key)]
+    own = [key for key in source.tensors if source.layout.is_head_key(key)]
     if own:
         raise CheckpointError(
             f"{source.path}: has {len(own)} head tensors already; expected a checkpoint without a head. Use mtp-train "
             "graft, which writes a new checkpoint."
         )
-    placed = _placed(source, layout, head, {}, taken)
+    placed = _placed(source, head, {}, taken)
     shard = source.path / placed.shard
     temporary = shard.with_name(f".{shard.name}.tmp")
-    documents = patched_documents(source, layout, head)
+    documents = patched_documents(source, head)
     with full_disk_is_named(source.path, what="the head"):
         try:
             temporary.unlink(missing_ok=True)
@@ -181,17 +179,17 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
         sync_directory(source.path)
 
 
-def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
+def write_head_only(source: Checkpoint, head: NativeHead, out: Path) -> None:
     """Write the head with the files that an engine needs to load it alone: embedding, lm_head, config and tokenizer.
 
     An engine replaces the embedding and the lm_head with the trunk's, but does not start without them.
     """
-    ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
-    if layout.family.keys.embed_norm is not None:
-        ends = (*ends, layout.family.keys.embed_norm.format(trunk=layout.trunk_prefix))
+    layout = source.layout
+    found = (layout.embed_key, layout.lm_head_key.removesuffix("weight"), layout.embed_norm_key)
+    ends = tuple(filter(None, found))
     tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
-    tensors += [*head.tensors, *shared_tensors(source, layout, head)]
-    documents = patched_documents(source, layout, head)
+    tensors += [*head.tensors, *shared_tensors(source, head)]
+    documents = patched_documents(source, head)
     files = source_files(source)
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors, marked(PLAIN, head))
@@ -236,7 +234,6 @@ class _Placed(NamedTuple):
 
 def _placed(
     source: Checkpoint,
-    layout: HeadLayout,
     head: NativeHead | None,
     changes: Mapping[str, PendingTensor],
     taken: Collection[str],
@@ -254,8 +251,8 @@ def _placed(
         def of_trunk(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
             return replace(changes[key], key=new_key) if key in changes else stored_tensor(source, key, new_key)
 
-        new = {one.key: one for one in (*head.tensors, *shared_tensors(source, layout, head, of_trunk))}
-        dropped = {key for key in source.tensors if layout.is_head_key(key)} - new.keys()
+        new = {one.key: one for one in (*head.tensors, *shared_tensors(source, head, of_trunk))}
+        dropped = {key for key in source.tensors if source.layout.is_head_key(key)} - new.keys()
         changed = {key: one for key, one in new.items() if one.origin != (source.path, key)}
         patches |= {key: one for key, one in changed.items() if key in source.tensors}
         additions = [one for key, one in new.items() if key not in source.tensors]
@@ -289,7 +286,7 @@ def _shard_names(
 
 
 def patched_documents(
-    source: Checkpoint, layout: HeadLayout, head: NativeHead | None, fields: RawConfig = MappingProxyType({})
+    source: Checkpoint, head: NativeHead | None, fields: RawConfig = MappingProxyType({})
 ) -> JsonObject:
     """Return the JSON files that have to change, by name; files with the right content already are left out.
 
@@ -300,12 +297,12 @@ def patched_documents(
     documents: JsonObject = {} if config == source.config else {CONFIG_FILE: config}
     if head is None:
         return documents
-    groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
+    groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, source.layout)
     if all(one.key in source.tensors and one.origin == (source.path, one.key) for one in head.tensors):
-        unlisted = unlisted_layers(source, layout)
-        if not unlisted and unmatched_by_sglang(source, layout) is None:
+        unlisted = unlisted_layers(source)
+        if not unlisted and unmatched_by_sglang(source) is None:
             return documents
-        if any(map(layout.is_head_key, packed_keys(source.tensors))):
+        if any(map(source.layout.is_head_key, packed_keys(source.tensors))):
             # The head's other layers are packed, and an entry for its prefix would cover them.
             groups = dict.fromkeys(unlisted, ())
     quantised = leave_alone(config, groups, where=str(source.path))

@@ -21,8 +21,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError, one_line
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
 from mtp_train.families.engines import Engines
@@ -177,6 +178,60 @@ class Checkpoint:
                 return f"the header of {file} has format: mlx"
         return None
 
+    @cached_property
+    def layout(self) -> HeadLayout:
+        """The keys of a head of the checkpoint's family.
+
+        Reading it raises a CheckpointError where the trunk has no embedding under the family's prefixes, the config has
+        no layer count, or the checkpoint is MLX's.
+        """
+        if self.mlx_sign is not None:
+            raise CheckpointError(
+                f"{self.path}: in MLX's layout ({self.mlx_sign}), which MLX alone reads; expected "
+                f"transformers' layout. Use {original_of(self.path) or 'the checkpoint'} that it was converted from."
+            )
+        family = self.family
+        embed_keys = {prefix: family.embedding(prefix) for prefix in family.keys.trunk_prefixes}
+        prefix = next((prefix for prefix, embed_key in embed_keys.items() if embed_key in self.tensors), None)
+        if prefix is None:
+            raise self._without_embedding(embed_keys.values())
+        num_layers = self.text_config.get("num_hidden_layers")
+        if not isinstance(num_layers, int) and family.follows_the_trunk:
+            raise CheckpointError(
+                f"{self.path}: config.json has num_hidden_layers = {num_layers!r}; expected an integer. Restore the "
+                "original."
+            )
+        layout = HeadLayout(family, prefix, num_layers or 0, family.keys.num_sublayers(self.text_config))
+        experts = [key for key in self.tensors if ".experts." in key]
+        # Without a head, the trunk's experts tell how the head's are stored.
+        shown = list(filter(layout.is_head_key, experts)) or experts
+        # The lm_head may be packed, or tied and not stored.
+        in_wrapper = f"language_model.{layout.lm_head_key.removesuffix('weight')}"
+        is_wrapped = any(key.startswith(in_wrapper) for key in self.tensors)
+        return replace(
+            layout,
+            fused_experts=bool(experts) and not any(re.search(r"\.experts\.\d+\.", key) for key in shown),
+            lm_head_prefix="language_model." if is_wrapped else "",
+        )
+
+    def _without_embedding(self, expected: Iterable[str]) -> CheckpointError:
+        lone = _lone_head_key(self)
+        if lone is not None:
+            return CheckpointError(
+                f"{self.path}: an MTP head of {self.family.title} ({lone}) without a trunk; expected the checkpoint of "
+                "a trunk. Point at the complete checkpoint; with --from it, graft puts its head on a fine-tune."
+            )
+        if "fc.weight" in self.tensors:
+            return CheckpointError(
+                f"{self.path}: tensors of an EAGLE draft model, while config.json declares "
+                f"{self.config.get('architectures')}; expected architectures that name it. In a copy, write "
+                '"architectures": ["EagleLlamaForCausalLM"], or ["LlamaForCausalLMEagle3"] for EAGLE-3.'
+            )
+        return CheckpointError(
+            f"{self.path}: the trunk's embedding is missing; expected {' or '.join(expected)}. Point at the complete "
+            "checkpoint."
+        )
+
     @property
     def misread_keys(self) -> tuple[str, ...]:
         """Keys whose superseded copy loaders take: they read the shards in order, and the last copy counts."""
@@ -204,6 +259,25 @@ class Checkpoint:
                     "Run the command again."
                 )
         return data
+
+
+def _lone_head_key(checkpoint: Checkpoint) -> str | None:
+    """Return a stored key that only an MTP head has (a norm of its inputs), under its own name or without prefix."""
+    family = checkpoint.family
+    layers = checkpoint.text_config.get("num_hidden_layers")
+    layout = HeadLayout(family, family.keys.trunk_prefixes[0], layers if isinstance(layers, int) else 0)
+    named = {"trunk": layout.trunk_prefix, "layer": layout.num_hidden_layers, "module": 0}
+    own = [prefix.format(**named) for prefix in family.keys.head_prefixes]
+    # Some families number their modules after the prefix.
+    prefixes = ("", *own, *(f"{prefix}0." for prefix in own))
+    first_layer = tuple(f"{prefix}layers.0." for prefix in family.keys.trunk_prefixes)
+    if any(key.startswith(first_layer) for key in checkpoint.tensors):
+        return None
+    for key in checkpoint.tensors:
+        found = (layout.map_key(prefix + key) for prefix in prefixes)
+        if any(one is not None and one.ours.endswith(".embed_norm.weight") for one in found):
+            return key
+    return None
 
 
 def read_json(path: Path) -> JsonObject:
@@ -580,9 +654,9 @@ def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[in
     return ()
 
 
-def left_out(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[str, ...]:
+def left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the sentences of a result that name the weight files and the copies of tensors that were not copied."""
-    files = ", ".join(unnamed_files(checkpoint, layout))
+    files = ", ".join(unnamed_files(checkpoint, checkpoint.layout))
     notes = (f"Left out, as no part of the checkpoint: {files}.",) if files else ()
     if not checkpoint.superseded:
         return notes

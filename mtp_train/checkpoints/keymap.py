@@ -77,6 +77,12 @@ class HeadLayout:
         return self.family.embedding(self.trunk_prefix)
 
     @property
+    def embed_norm_key(self) -> str | None:
+        """The native key of a norm of the trunk's embedding; None for a family without one."""
+        norm = self.family.keys.embed_norm
+        return None if norm is None else norm.format(trunk=self.trunk_prefix)
+
+    @property
     def lm_head_key(self) -> str:
         """The native key of the trunk's lm_head, where it is stored."""
         return self.lm_head_prefix + self.family.keys.lm_head

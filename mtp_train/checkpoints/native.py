@@ -104,34 +104,29 @@ Take = Callable[[Checkpoint, str, str], PendingTensor]
 """From a checkpoint, a key and the key to write, to the tensor."""
 
 
-def native_head_of(
-    source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, take: Take = plain_tensor
-) -> NativeHead:
+def native_head_of(source: Checkpoint, target: HeadLayout, *, take: Take = plain_tensor) -> NativeHead:
     """Return the head of one checkpoint with its keys renamed for another. Loads nothing yet.
 
     Args:
         take: :func:`plain_tensor`, :func:`exact_tensor`, or :func:`stored_tensor` for a head that stays in its own
             checkpoint.
     """
-    keys = [key for key in source.tensors if source_layout.is_head_key(key)]
-    shared = [key for key in keys if source_layout.shared_key(key) is not None]
+    layout = source.layout
+    keys = [key for key in source.tensors if layout.is_head_key(key)]
+    shared = [key for key in keys if layout.shared_key(key) is not None]
     stored = take is stored_tensor
     own = [key for key in keys if key not in shared and (stored or not is_scale(key, source.tensors))]
     return NativeHead(
-        tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
-        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
+        tensors=tuple(take(source, key, layout.renamed(key, target)) for key in own),
+        shared_keys=tuple(layout.renamed(key, target) for key in shared),
         config_fields=head_config_fields(source),
         trained=any(is_marked(source.path / file) for file in {source.tensors[key].file for key in own}),
     )
 
 
-def shared_tensors(
-    source: Checkpoint,
-    layout: HeadLayout,
-    head: NativeHead,
-    take: Take = stored_tensor,
-) -> Iterator[PendingTensor]:
+def shared_tensors(source: Checkpoint, head: NativeHead, take: Take = stored_tensor) -> Iterator[PendingTensor]:
     """Yield the head's copies of trunk tensors, with the values of a trunk."""
+    layout = source.layout
     for key in head.shared_keys:
         shared = layout.shared_key(key)
         if shared is None:
@@ -162,11 +157,12 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
     return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), experts)
 
 
-def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
+def trunk_tensors(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the decoder's tensors: the release's name without its prefix, to the full key.
 
     The lm_head is left out, because it may be tied.
     """
+    layout = checkpoint.layout
     prefix = layout.trunk_prefix
     found = {}
     for key in checkpoint.tensors:
@@ -180,9 +176,7 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
     return found
 
 
-def require_same_trunk_shape(
-    finetune: Checkpoint, finetune_layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
-) -> None:
+def require_same_trunk_shape(finetune: Checkpoint, base: Checkpoint) -> None:
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk with the same tensors and shapes.
 
     Their modules are compared, and the shapes of tensors that both store alike: the two may be quantised differently,
@@ -197,10 +191,10 @@ def require_same_trunk_shape(
             f"{base.path}: is {base.family.title}, but {finetune.path} is {finetune.family.title}; expected the base "
             "that the fine-tune came from. Point at that base."
         )
-    ours = trunk_tensors(finetune, finetune_layout)
-    theirs = trunk_tensors(base, base_layout)
+    ours = trunk_tensors(finetune)
+    theirs = trunk_tensors(base)
     shared, own, others = ours.keys() & theirs.keys(), trunk_modules(ours), trunk_modules(theirs)
-    if finetune_layout.num_hidden_layers < base_layout.num_hidden_layers:
+    if finetune.layout.num_hidden_layers < base.layout.num_hidden_layers:
         shared = {name for name in shared if not _LAYER.match(name)}
         own, others = ({_LAYER.sub("layers.", module) for module in modules} for modules in (own, others))
     missing = own ^ others
@@ -217,7 +211,7 @@ def require_same_trunk_shape(
         alike = mine.dtype == other.dtype or {mine.dtype, other.dtype} <= {*PLAIN_DTYPES}
         if mine.shape == other.shape or not alike:
             continue
-        resized = mine.shape[1:] == other.shape[1:] and ours[name] == finetune_layout.embed_key
+        resized = mine.shape[1:] == other.shape[1:] and ours[name] == finetune.layout.embed_key
         if resized and not (wiring.own_lm_head or wiring.own_embedding):
             continue
         because = f": a {finetune.family.title} head has a matrix of its own over the vocabulary" if resized else ""

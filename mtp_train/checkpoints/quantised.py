@@ -215,11 +215,12 @@ def leave_alone_in_modelopt(document: RawConfig, groups: Groups) -> JsonObject |
     return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
 
 
-def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
+def unmatched_by_sglang(checkpoint: Checkpoint) -> str | None:
     """Return a fused module of a head in plain floats that SGLang reads as quantised, None without one.
 
     vLLM reads such a head as it is: the exceptions of compressed-tensors name the parts of the module.
     """
+    layout = checkpoint.layout
     # Under other prefixes SGLang finds the layers that it has fused.
     if quant_method(checkpoint.config) != "compressed-tensors" or "mtp." not in layout.family.keys.head_prefixes:
         return None
@@ -235,7 +236,7 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     return None
 
 
-def unlisted_layers(checkpoint: Checkpoint, layout: HeadLayout) -> list[str]:
+def unlisted_layers(checkpoint: Checkpoint) -> list[str]:
     """Return the head's layers in plain floats that engines read as quantised, as no exception covers them.
 
     Layers count that the trunk has packed ones of: engines build others, a projection or a router, without the method.
@@ -245,7 +246,7 @@ def unlisted_layers(checkpoint: Checkpoint, layout: HeadLayout) -> list[str]:
     method = _METHODS.get(quant_method(checkpoint.config) or "modelopt")
     if not settings or method is None:
         return []
-    tensors = checkpoint.tensors
+    tensors, layout = checkpoint.tensors, checkpoint.layout
     of_trunk = (key for key in packed_keys(tensors) if not layout.is_head_key(key))
     packed = {_kind(packed_weight(key, tensors) or key) for key in of_trunk}
     layers = (layer for group in plain_modules(tensors, layout).values() for layer in group)

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtp_train.checkpoints.files import CONFIG_FILE
 from mtp_train.families.engines import quoted_json
 
 PACKAGE = Path(__file__).parents[1]
@@ -121,4 +120,4 @@ def named_base(checkpoint: Path) -> str | None:
         return None
     name = named.group(1).strip("'\"")
     beside = checkpoint.parent / name.rsplit("/", 1)[-1]
-    return str(beside) if (beside / CONFIG_FILE).is_file() else name
+    return str(beside) if (beside / "config.json").is_file() else name

@@ -41,20 +41,19 @@ def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> Non
         )
 
 
-def common_tensors(
-    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
-) -> dict[str, tuple[str, str]]:
+def common_tensors(checkpoint: Checkpoint, base: Checkpoint) -> dict[str, tuple[str, str]]:
     """Return the trunk tensors that both checkpoints have: name, sorted, to the key in each checkpoint.
 
     These are all tensors, unless the two checkpoints are quantised differently. Scales are left out, as part of the
     weights that they belong to, and so are weights that are packed in a form that is not read here.
     """
-    ours = trunk_tensors(checkpoint, layout)
-    theirs = trunk_tensors(base, base_layout)
-    if layout.lm_head_key in checkpoint.tensors and base_layout.lm_head_key in base.tensors:
-        name = layout.family.keys.lm_head
-        ours[name] = layout.lm_head_key
-        theirs[name] = base_layout.lm_head_key
+    ours = trunk_tensors(checkpoint)
+    theirs = trunk_tensors(base)
+    lm_head, of_base = checkpoint.layout.lm_head_key, base.layout.lm_head_key
+    if lm_head in checkpoint.tensors and of_base in base.tensors:
+        name = checkpoint.family.keys.lm_head
+        ours[name] = lm_head
+        theirs[name] = of_base
     unread = unread_weights(checkpoint.tensors)
     unread_in_base = unread_weights(base.tensors)
     names = sorted(
@@ -133,12 +132,13 @@ class HeadDifference:
         )
 
 
-def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | None:
+def zero_head(checkpoint: Checkpoint) -> HeadDifference | None:
     """Return the difference of a head that drafts nothing, whatever its base: its matrices, or its projections, are 0.
 
     The search of a tensor ends at its first block with another value.
     """
-    head = native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors
+    layout = checkpoint.layout
+    head = native_head_of(checkpoint, layout, take=stored_tensor).tensors
     matrices = [one for one in head if len(one.shape) > 1]
     zeros = [one.key for one in matrices if not any(block.float().any() for block in one.parts())]
     if not zeros or (len(zeros) < len(matrices) and not any(_is_projection(layout, key) for key in zeros)):
@@ -146,9 +146,7 @@ def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | No
     return HeadDifference("zero", keys={"zero": tuple(zeros)})
 
 
-def compare_heads(
-    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout, norm_value: float
-) -> HeadDifference | None:
+def compare_heads(checkpoint: Checkpoint, base: Checkpoint, norm_value: float) -> HeadDifference | None:
     """Compare the head of a checkpoint with its base's; None where the two store other tensors.
 
     Matrices may have swapped axes. Every tensor is read once, and once more as a whole where it is far from the base's.
@@ -159,7 +157,7 @@ def compare_heads(
     """
     change = size = inner = moved_norms = 0.0
     wrong: dict[WrongForm, list[str]] = {}
-    for old in native_head_of(base, base_layout, layout).tensors:
+    for old in native_head_of(base, checkpoint.layout).tensors:
         if old.key not in checkpoint.tensors:
             return None
         new = plain_tensor(checkpoint, old.key, old.key)
@@ -172,7 +170,7 @@ def compare_heads(
             inner += (own + before - moved) / 2 * (not is_vector)
             form = None
             if not (is_vector and (new.load() == norm_value).all()):
-                form = _wrong_form(moved, before, own, new, old, projection=_is_projection(layout, old.key))
+                form = _wrong_form(moved, before, own, new, old, projection=_is_projection(checkpoint.layout, old.key))
         elif new.shape == old.shape[::-1] and _distance(new.load().T, old.load()) < _NEARER:
             form = "transposed"
         else:

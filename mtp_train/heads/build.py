@@ -30,7 +30,6 @@ from mtp_train.heads.diagnose import (
     compare_shapes,
     diagnose_head,
     empty_head,
-    layout_of,
     stored_dtype,
     text_config_of,
 )
@@ -57,10 +56,8 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
         CheckpointError: The base has no complete head, or its trunk has another shape.
     """
     finetune.family.require_layer()
-    layout = layout_of(finetune)
-    base_layout = layout_of(base)
     finetune.family.convention(convention)
-    native.require_same_trunk_shape(finetune, layout, base, base_layout)
+    native.require_same_trunk_shape(finetune, base)
     foreign = diagnose_head(finetune).foreign
     if foreign is not None:
         raise CheckpointError(
@@ -74,8 +71,8 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
             hint = f"Releases of {base.family.title} have none. Attach one: {train_command(str(finetune.path))}"
         raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {hint}")
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
-    layout = replace(layout, fused_experts=base_layout.fused_experts)
-    template = native.native_head_of(base, base_layout, layout)
+    layout = replace(finetune.layout, fused_experts=base.layout.fused_experts)
+    template = native.native_head_of(base, layout)
     return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
@@ -89,7 +86,7 @@ def graft_artifact_plan(finetune: Checkpoint, artifact: Artifact, directory: Pat
     family = of_kind(finetune.family, artifact.family.kind.name)
     if artifact.draft_config is not None:
         family = described_by(family, artifact.draft_config)
-    layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
+    layout = replace(finetune.layout, family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
         raise CheckpointError(
@@ -188,7 +185,7 @@ def fresh_plan(
     kind always starts as the trunk's, and parallel modules always start as the identity.
     """
     family = of_kind(checkpoint.family, kind)
-    layout = replace(layout_of(checkpoint), family=family)
+    layout = replace(checkpoint.layout, family=family)
     family.convention(convention)
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)

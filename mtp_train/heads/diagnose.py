@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +20,8 @@ from mtp_train.checkpoints.files import (
     head_under_other_names,
     unnamed_weights,
 )
-from mtp_train.checkpoints.keymap import HeadLayout, Mapped
+from mtp_train.checkpoints.keymap import Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
-from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError, first_of, one_line
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import quiet_loading, set_attention
@@ -111,83 +110,9 @@ def compare_shapes(
     return tuple(sorted(needed.keys() - found.keys())), tuple(sorted(found.keys() - needed.keys())), errors
 
 
-def stored_dtype(checkpoint: Checkpoint, family: Family | None = None) -> str:
+def stored_dtype(checkpoint: Checkpoint) -> str:
     """Return the stored dtype of the trunk's embedding, in safetensors' spelling, as the trunk's dtype."""
-    return checkpoint.tensors[layout_of(checkpoint, family).embed_key].dtype
-
-
-def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayout:
-    """Return the head's key layout in this checkpoint; ``family`` where it is not the one that the config selects.
-
-    Raises:
-        CheckpointError: The trunk has no embedding under the family's prefixes, the config has no layer count, or the
-            checkpoint is MLX's.
-    """
-    if checkpoint.mlx_sign is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads; expected "
-            f"transformers' layout. Use {original_of(checkpoint.path) or 'the checkpoint'} that it was converted from."
-        )
-    family = family or checkpoint.family
-    embed_keys = {prefix: family.embedding(prefix) for prefix in family.keys.trunk_prefixes}
-    for prefix, embed_key in embed_keys.items():
-        if embed_key in checkpoint.tensors:
-            num_layers = checkpoint.text_config.get("num_hidden_layers")
-            if not isinstance(num_layers, int) and family.follows_the_trunk:
-                raise CheckpointError(
-                    f"{checkpoint.path}: config.json has num_hidden_layers = {num_layers!r}; expected an integer. "
-                    "Restore the original."
-                )
-            layout = HeadLayout(family, prefix, num_layers or 0, family.keys.num_sublayers(checkpoint.text_config))
-            # The lm_head may be packed, or tied and not stored.
-            in_wrapper = f"language_model.{layout.lm_head_key.removesuffix('weight')}"
-            is_wrapped = any(key.startswith(in_wrapper) for key in checkpoint.tensors)
-            return replace(
-                layout,
-                fused_experts=_has_fused_experts(checkpoint, layout),
-                lm_head_prefix="language_model." if is_wrapped else "",
-            )
-    lone = _lone_head_key(checkpoint, family)
-    if lone is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: an MTP head of {family.title} ({lone}) without a trunk; expected the checkpoint of a "
-            "trunk. Point at the complete checkpoint; with --from it, graft puts its head on a fine-tune."
-        )
-    if "fc.weight" in checkpoint.tensors:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensors of an EAGLE draft model, while config.json declares "
-            f"{checkpoint.config.get('architectures')}; expected architectures that name it. In a copy, write "
-            '"architectures": ["EagleLlamaForCausalLM"], or ["LlamaForCausalLMEagle3"] for EAGLE-3.'
-        )
-    expected = " or ".join(embed_keys.values())
-    raise CheckpointError(
-        f"{checkpoint.path}: the trunk's embedding is missing; expected {expected}. Point at the complete checkpoint."
-    )
-
-
-def _lone_head_key(checkpoint: Checkpoint, family: Family) -> str | None:
-    """Return a stored key that only an MTP head has (a norm of its inputs), under its own name or without prefix."""
-    layers = checkpoint.text_config.get("num_hidden_layers")
-    layout = HeadLayout(family, family.keys.trunk_prefixes[0], layers if isinstance(layers, int) else 0)
-    named = {"trunk": layout.trunk_prefix, "layer": layout.num_hidden_layers, "module": 0}
-    own = [prefix.format(**named) for prefix in family.keys.head_prefixes]
-    # Some families number their modules after the prefix.
-    prefixes = ("", *own, *(f"{prefix}0." for prefix in own))
-    first_layer = tuple(f"{prefix}layers.0." for prefix in family.keys.trunk_prefixes)
-    if any(key.startswith(first_layer) for key in checkpoint.tensors):
-        return None
-    for key in checkpoint.tensors:
-        found = (layout.map_key(prefix + key) for prefix in prefixes)
-        if any(one is not None and one.ours.endswith(".embed_norm.weight") for one in found):
-            return key
-    return None
-
-
-def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
-    """Return whether the head's experts are stored stacked; without a head, whether the trunk's experts are."""
-    experts = [key for key in checkpoint.tensors if ".experts." in key]
-    of_head = [key for key in experts if layout.is_head_key(key)]
-    return bool(experts) and not any(re.search(r"\.experts\.\d+\.", key) for key in of_head or experts)
+    return checkpoint.tensors[checkpoint.layout.embed_key].dtype
 
 
 def text_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -239,7 +164,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     if checkpoint.family.layer is None:
         return HeadDiagnosis()
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
     own = (key for key in found if layout.shared_key(key) is None and not is_scale(key, checkpoint.tensors))

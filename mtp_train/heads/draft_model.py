@@ -32,7 +32,6 @@ from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     compare_shapes,
     empty_head,
-    layout_of,
     named_rejections,
     text_config_of,
 )
@@ -209,7 +208,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     output = None
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft.checkpoint))
-    layout = replace(layout_of(trunk), family=family)
+    layout = replace(trunk.layout, family=family)
     # What is written again is written as it is.
     config = draft.checkpoint.config if draft.format.config is None and draft.kind.starts else draft.config
     return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output, config)
@@ -275,7 +274,7 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
             f"{checkpoint.path}: {BIAS_KEY} is not zero, and engines treat it differently; expected zeros or no bias. "
             "Measure it with the engine that it was made for."
         )
-    theirs = layout_of(trunk).embed_key
+    theirs = trunk.layout.embed_key
     if EMBED_KEY in checkpoint.tensors and not equal_values(checkpoint, EMBED_KEY, trunk, theirs):
         raise UnsupportedModelError(
             f"{checkpoint.path}: {EMBED_KEY} differs from the embedding of {trunk.path}; expected the same values, as "

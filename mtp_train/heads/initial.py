@@ -27,7 +27,7 @@ from mtp_train.checkpoints.suggestions import inspect_command
 from mtp_train.checkpoints.values import zero_head
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 
 Initial = frozenset[str]
 """The parts of a head that are as before any training: "norms", "matrices"."""
@@ -66,8 +66,8 @@ def initial_parts(checkpoint: Checkpoint) -> Initial:
     The head has exactly the tensors that it needs. The search ends at the first matrix that was trained. Of a matrix
     one block is read, of single experts those of the first.
     """
-    layout = layout_of(checkpoint)
-    head = native_head_of(checkpoint, layout, layout)
+    layout = checkpoint.layout
+    head = native_head_of(checkpoint, layout)
     if head.trained:
         return frozenset()
     norms = list[PendingTensor]()
@@ -119,7 +119,7 @@ def is_drawn(block_MN: Tensor) -> bool | None:
 def require_trained_head(checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError where a checkpoint's whole head drafts nothing: all zeros, or never trained."""
     require_declared(checkpoint)
-    zero = zero_head(checkpoint, layout_of(checkpoint))
+    zero = zero_head(checkpoint)
     if zero is not None or initial_parts(checkpoint) == UNTRAINED:
         raise CheckpointError(
             f"{checkpoint.path}: {NEVER_TRAINED if zero is None else f'its head drafts nothing, {zero}'}; expected a "

@@ -33,7 +33,7 @@ from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families import family_for, raw_text_config
 from mtp_train.heads.build import graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import diagnose_head
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +146,7 @@ class _SaveWithHead:
         if is_main_process and self.trained is not None:
             held = self.trained()
         elif overwrites:
-            layout = layout_of(self.base)
-            held = [pending.load().clone() for pending in native_head_of(self.base, layout, layout).tensors]
+            held = [pending.load().clone() for pending in native_head_of(self.base, self.base.layout).tensors]
         type(self.model).save_pretrained(self.model, save_directory, is_main_process, state_dict, **settings)
         # DeepSpeed first saves a file without tensors, which it removes again.
         is_empty = state_dict is not None and not state_dict
@@ -176,7 +175,7 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None, *, 
     if values is not None:
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
         head = replace(head, tensors=tuple(tensors), trained=trained or head.trained)
-    add_in_place(saved, plan.layout, head)
+    add_in_place(saved, head)
 
 
 def _holds_model(directory: Path) -> bool:

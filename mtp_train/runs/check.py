@@ -149,7 +149,7 @@ class Shapes:
         trunk = self.model.trunk
         if self._is_packed or not trunk.tensors:
             return torch.bfloat16
-        return TORCH_DTYPES[stored_dtype(trunk, trunk.family)]
+        return TORCH_DTYPES[stored_dtype(trunk)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
         plan = plan_of(recipe, world_size)

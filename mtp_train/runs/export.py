@@ -26,7 +26,7 @@ from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report,
 from mtp_train.families import Family
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import HeadKind
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.report import wording
 from mtp_train.runs.inputs import require_exportable
@@ -63,13 +63,12 @@ def write_export(
     An ``adapter`` is merged into the exported trunk. Returns what :func:`write_checkpoint` found of the trunk.
     """
     if not artifact.family.kind.has_file:
-        layout = layout_of(trunk)
-        merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
-        return write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
+        merge = None if adapter is None else plan_merge(trunk, read_adapter(adapter))
+        return write_checkpoint(trunk, artifact.head, out, link=link, progress=progress, merge=merge)
     require_exportable(trunk, artifact.family.kind, adapter)
     write_draft_checkpoint(
         trunk,
-        replace(artifact, layout=layout_of(trunk, artifact.family)),
+        replace(artifact, layout=replace(trunk.layout, family=artifact.family)),
         artifact.family.classes.config(text_config_of(trunk), artifact.num_modules),
         out,
     )

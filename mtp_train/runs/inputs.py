@@ -52,7 +52,7 @@ from mtp_train.families import Family, draft_kind, of_kind
 from mtp_train.families.kinds.kind import described_by
 from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -436,10 +436,10 @@ def trunk_of(location: str) -> str | None:
 
 def require_exportable(trunk: Checkpoint, kind: HeadKind, adapter: Path | None) -> None:
     """Check that a head of a kind can be exported for a trunk, before anything is trained."""
-    layout = layout_of(trunk)
+    layout = trunk.layout
     # Raises if a link prevents copying.
     source_files(trunk)
-    changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
+    changed = {} if adapter is None else plan_merge(trunk, read_adapter(adapter)).tensors
     if not kind.has_file:
         return
     # A draft model contains copies of these tensors of its trunk.

@@ -26,7 +26,6 @@ from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.errors import DataError, GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.evaluation.run import SERVED_CHECKPOINT
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.progress import is_main_process, progress_on
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
@@ -334,7 +333,7 @@ def _export(run: Run) -> str:
         )
     write_card(run_dir, out)
     told = f" Exported to {out}{'' if equal is None else f' (trunk: {equal})'}."
-    return " ".join([told, *left_out(trunk, layout_of(trunk))])
+    return " ".join([told, *left_out(trunk)])
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.progress import progress_on, shown_loading
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -492,7 +491,7 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
         write_report(report, run_dir, RunDirectory(run_dir).provenance, read_metrics(run_dir), serves)
     rewired = wiring_note(family, recipe.head.convention, serves)
     notes = [] if rewired is None else [f"The head is {rewired}."]
-    notes += left_out(tuned, layout_of(tuned))
+    notes += left_out(tuned)
     return RescueResult(
         out=out,
         content=f"the {head} head for {trunk}",

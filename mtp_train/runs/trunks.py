@@ -72,7 +72,7 @@ def trunk_in_shards(run: Run) -> Trunk:
 def answering_dtype(run: Run) -> str | None:
     """Return bf16 for a trunk stored in it, on a CPU that decodes batches faster in bf16; None to answer as held."""
     model, source, device = run.recipe.model, run.inputs.finetune, run.accelerator.device
-    is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
+    is_stored = stored_dtype(source) == "BF16" and quant_method(source.config) is None
     is_free = model.dtype == "auto" and model.quantization is None and model.offload is None
     is_faster = device.type == "cpu" and not slow_halves(torch.bfloat16, device)
     return "bfloat16" if is_stored and is_free and is_faster else None

@@ -34,7 +34,6 @@ from mtp_train.checkpoints.adapter import (
     refuse_embedded_adapter,
 )
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     QUANTISATION,
     SCALE_SUFFIXES,
@@ -50,7 +49,7 @@ from mtp_train.families import Family
 from mtp_train.families.mechanisms.trained_length import keep_trained_length
 from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.heads.diagnose import layout_of, trunk_config
+from mtp_train.heads.diagnose import trunk_config
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.precision import HALF_DTYPES
 from mtp_train.trunk.quantise import Quantization, avoid_cpu_kernel, packing
@@ -284,7 +283,7 @@ def _loading(checkpoint: Checkpoint, device: torch.device, on_layer: OnLayer) ->
     method = quant_method(checkpoint.config)
     _require_quantizer(checkpoint)
     if device.type == "cpu" and method == "fp8":
-        is_head = layout_of(checkpoint).is_head_key
+        is_head = checkpoint.layout.is_head_key
         require_whole_blocks(checkpoint, (key for key in checkpoint.tensors if not is_head(key)))
     handing_over: AbstractContextManager[None] = nullcontext()
     if on_layer is not None:
@@ -309,7 +308,7 @@ def _loading(checkpoint: Checkpoint, device: torch.device, on_layer: OnLayer) ->
 def _require_quantizer(checkpoint: Checkpoint) -> None:
     """Check that transformers reads a trunk's packed weights: it takes those of methods it lacks for plain ones."""
     settings = quant_settings(checkpoint.config)
-    is_head = layout_of(checkpoint).is_head_key
+    is_head = checkpoint.layout.is_head_key
     if settings and AutoHfQuantizer.supports_quant_method(settings):
         return
     if packed := [key for key in packed_keys(checkpoint.tensors) if not is_head(key)]:
@@ -403,10 +402,10 @@ def load_ends(
     """
     family = checkpoint.family
     path = checkpoint.path
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     config = as_plain(trunk_config(checkpoint))
     of_layer = re.compile(re.escape(layout.trunk_prefix) + r"layers\.\d+\.")
-    changed = {} if adapter is None else _changed_ends(checkpoint, layout, read_adapter(adapter))
+    changed = {} if adapter is None else _changed_ends(checkpoint, read_adapter(adapter))
     state = {
         key: changed[key].load() if key in changed else checkpoint.read(key)
         for key in checkpoint.tensors
@@ -440,9 +439,9 @@ def as_plain(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _changed_ends(checkpoint: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, PendingTensor]:
+def _changed_ends(checkpoint: Checkpoint, adapter: Adapter) -> Mapping[str, PendingTensor]:
     """Return the merged tensors of an adapter that changes more than layers; empty for the others."""
     names = [*adapter.replacements, *(pair.module for pair in adapter.pairs)]
     if all(re.search(r"\blayers\.\d", name) for name in names):
         return {}
-    return plan_merge(checkpoint, layout, adapter).tensors
+    return plan_merge(checkpoint, adapter).tensors

@@ -18,12 +18,11 @@ from torch import Tensor
 from mtp_train.checkpoints import quantised
 from mtp_train.checkpoints.adapter import refuse_embedded_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, StoredTensors
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.suggestions import output_of
 from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError, first_of, one_line
-from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
+from mtp_train.heads.diagnose import named_rejections, trunk_config
 from mtp_train.trunk.load import as_plain, empty_trunk
 from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
 
@@ -74,11 +73,10 @@ class _Shape(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def holds_trunk(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
+def holds_trunk(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint has more of a trunk than embedding and lm_head, the rest of ``--head-only``."""
-    norm = layout.family.keys.embed_norm
-    beside = {layout.embed_key, None if norm is None else norm.format(trunk=layout.trunk_prefix)}
-    return any(key not in beside for key in trunk_tensors(checkpoint, layout).values())
+    beside = (checkpoint.layout.embed_key, checkpoint.layout.embed_norm_key)
+    return any(key not in beside for key in trunk_tensors(checkpoint).values())
 
 
 def require_whole_trunk(checkpoint: Checkpoint, *, adapter_beside: bool = False) -> None:
@@ -110,7 +108,7 @@ def diagnose_trunk(checkpoint: Checkpoint) -> TrunkDiagnosis:
     A trunk that the installed transformers cannot build is not compared, and neither is one with packed weights: their
     shapes do not show what they unpack to.
     """
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     tensors = {key: info for key, info in checkpoint.tensors.items() if not layout.is_head_key(key)}
     if undeclared := quantised.undeclared_weights(checkpoint):
         return TrunkDiagnosis(
@@ -134,7 +132,7 @@ def diagnose_trunk(checkpoint: Checkpoint) -> TrunkDiagnosis:
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
             for key in _whole_numbers(tensors, plain, model)
         )
-    return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint, layout), misread)
+    return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint), misread)
 
 
 def untie_command(path: Path) -> str:
@@ -145,10 +143,10 @@ def untie_command(path: Path) -> str:
     return copied + shlex.join(["sed", "-i", f"s/{flag}*true/{flag}false/", f"{place}/{CONFIG_FILE}"])
 
 
-def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
-    key = layout.lm_head_key
+def _untied(checkpoint: Checkpoint) -> str | None:
+    key, embed_key = checkpoint.layout.lm_head_key, checkpoint.layout.embed_key
     tied = checkpoint.config.get("tie_word_embeddings", checkpoint.text_config.get("tie_word_embeddings"))
-    if not tied or key not in checkpoint.tensors or equal_values(checkpoint, key, checkpoint, layout.embed_key):
+    if not tied or key not in checkpoint.tensors or equal_values(checkpoint, key, checkpoint, embed_key):
         return None
     return key
 

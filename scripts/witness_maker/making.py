@@ -27,7 +27,7 @@ from mtp_train.families import FAMILIES, Family
 from mtp_train.families.kinds.assistant import GEMMA4
 from mtp_train.heads.assistant import AssistantHead
 from mtp_train.heads.build import fresh_plan, trained_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -193,7 +193,7 @@ def save_head(family: Family, head: MtpHead, shape: WitnessShape, directory: Pat
     checkpoint = open_checkpoint(directory)
     artifact = _artifact(checkpoint, head, shape, vocab_R)
     if not artifact.family.kind.has_file:
-        add_in_place(checkpoint, artifact.layout, artifact.head)
+        add_in_place(checkpoint, artifact.head)
     else:
         write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
 
@@ -201,8 +201,8 @@ def save_head(family: Family, head: MtpHead, shape: WitnessShape, directory: Pat
 def _rename_as_released(directory: Path) -> None:
     """Rename a trunk's tensors from transformers' names to the names of its release, which have no prefix."""
     checkpoint, tensors = open_checkpoint(directory), load_file(directory / SINGLE_FILE)
-    layout = layout_of(checkpoint)
-    names = {**trunk_tensors(checkpoint, layout), layout.lm_head_key: layout.lm_head_key}
+    layout = checkpoint.layout
+    names = {**trunk_tensors(checkpoint), layout.lm_head_key: layout.lm_head_key}
     save_file({name: tensors[key] for name, key in names.items()}, directory / SINGLE_FILE, metadata={"format": "pt"})
 
 

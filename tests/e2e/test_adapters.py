@@ -16,7 +16,6 @@ from checkpoints import all_tensors, rewrite
 from json_files import read_json
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.heads.diagnose import layout_of
 from runs import LEARNS, Capture, document, refusal, run_command, tree, write_recipe
 
 
@@ -193,7 +192,7 @@ def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     document(["export", run_dir, "--out", tmp_path / "again"], capfd)
     exported, merged, head = (all_tensors(path) for path in (run_dir / "export", tmp_path / "merged", base))
     assert exported.keys() == head.keys()
-    is_head = layout_of(open_checkpoint(base)).is_head_key
+    is_head = open_checkpoint(base).layout.is_head_key
     assert all(torch.equal(value, merged[key]) for key, value in exported.items() if not is_head(key))
     assert any(not torch.equal(value, head[key]) for key, value in exported.items() if not is_head(key))
     assert any(not torch.equal(value, head[key]) for key, value in exported.items() if is_head(key))

@@ -39,7 +39,6 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import graft_plan, trained_head
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
@@ -155,7 +154,7 @@ def check_by_mtp_model(built: Built) -> None:
 
 def load_oracle(built: Built) -> Any:
     """Load transformers' own head of a checkpoint that its class does not list by name."""
-    layout = layout_of(open_checkpoint(built.path))
+    layout = open_checkpoint(built.path).layout
     tensors = load_file(built.path / SINGLE_FILE)
     renamed = shutil.copytree(built.path, built.path.with_name("renamed"), dirs_exist_ok=True)
     for old, new in RENAMED.items():
@@ -375,7 +374,7 @@ def test_a_trunk_is_whole_until_a_tensor_is_lost_or_cut(built: Built, tmp_path: 
     path = Path(shutil.copytree(built.path, tmp_path / "trunk"))
     assert diagnose_trunk(open_checkpoint(path)).problems == ()
     tensors = load_file(path / SINGLE_FILE)
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     of_layers = [key for key, value in sorted(tensors.items()) if value.ndim > 1 and "layers." in key]
     matrices = [key for key in of_layers if not layout.is_head_key(key)]
     key = matrices[len(matrices) // 2]
@@ -477,7 +476,7 @@ def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built
     assert inspect(finetune, built.path).status in ("declared_but_missing", "stripped")
     base = open_checkpoint(built.path)
     tuned = open_checkpoint(finetune)
-    layout = layout_of(base)
+    layout = base.layout
     own = {
         key: value
         for key, value in all_tensors(built.path).items()
@@ -490,9 +489,7 @@ def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built
 
     plan = graft_plan(tuned, base, "auto")
     trained = {name: value + 0.1 * torch.randn_like(value) for name, value in built.head.state_dict().items()}
-    write_checkpoint(
-        tuned, plan.layout, trained_head(plan, trained), tmp_path / "export", link="hard", progress=quiet_progress()
-    )
+    write_checkpoint(tuned, trained_head(plan, trained), tmp_path / "export", link="hard", progress=quiet_progress())
     parts = {key: part for name, value in trained.items() for key, part in layout.split(name, value)}
     assert_holds(tmp_path / "export", finetune, built.path, parts)
     exported = inspect(tmp_path / "export", built.path)
@@ -505,7 +502,7 @@ def assert_holds(out: Path, finetune: Path, base: Path, own: Mapping[str, Tensor
     written = all_tensors(out)
     tuned = all_tensors(finetune)
     original = all_tensors(base)
-    layout = layout_of(open_checkpoint(base))
+    layout = open_checkpoint(base).layout
     assert holds(written, tuned)
     assert written.keys() - tuned.keys() == {key for key in original if layout.is_head_key(key)}
     assert holds(written, own)

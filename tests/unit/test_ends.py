@@ -14,7 +14,6 @@ from calls import calls_of
 from checkpoints import holds, save_stripped, save_tensors
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.trunk.ends import Ends
 from mtp_train.trunk.load import load_ends, load_trunk
 from tiny import ALL_FAMILIES, tiny_trunk
@@ -47,7 +46,7 @@ def test_ends_are_those_of_the_whole_trunk(
     whole = load_trunk(checkpoint, dtype=torch.float32)
     read = calls_of(monkeypatch, Checkpoint, "read")
     assert_equal(load_ends(checkpoint, dtype=torch.float32), whole)
-    assert not [key for _, key in read if key.startswith(f"{layout_of(checkpoint).trunk_prefix}layers.")]
+    assert not [key for _, key in read if key.startswith(f"{checkpoint.layout.trunk_prefix}layers.")]
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, fresh_plan, graft_plan, trained_head
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.runs.display import quiet_progress
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_trunk
 
@@ -39,8 +39,8 @@ def assert_grafted(out: Path, finetune: Path, base: Path) -> None:
     original = all_tensors(base)
     assert written.keys() >= tuned.keys()
     assert holds(written, tuned)
-    layout = layout_of(open_checkpoint(out))
-    base_layout = layout_of(open_checkpoint(base))
+    layout = open_checkpoint(out).layout
+    base_layout = open_checkpoint(base).layout
     own = [key for key in original if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
     assert own
     assert all(torch.equal(written[base_layout.renamed(key, layout)], original[key]) for key in own)
@@ -109,7 +109,7 @@ def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path,
     plan = graft_plan(checkpoint, checkpoint, "auto")
     head = build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
     doubled = {name: value * 2 for name, value in head.state_dict().items()}
-    write_checkpoint(checkpoint, plan.layout, trained_head(plan, doubled), out, link="hard", progress=quiet_progress())
+    write_checkpoint(checkpoint, trained_head(plan, doubled), out, link="hard", progress=quiet_progress())
     written = all_tensors(out)
     assert written.keys() == before.keys()
     for key, value in before.items():
@@ -188,7 +188,7 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
     write_json(finetune / "config.json", config)
     checkpoint = open_checkpoint(finetune)
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
-    write_checkpoint(checkpoint, plan.layout, plan.head, out, link="hard", progress=quiet_progress())
+    write_checkpoint(checkpoint, plan.head, out, link="hard", progress=quiet_progress())
     written = read_json(out / "config.json")
     assert written["mtp_config"] == {**config["mtp_config"], "num_nextn_predict_layers": 1}
     assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)

@@ -25,7 +25,6 @@ from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.cli.main import KINDS
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
-from mtp_train.heads.diagnose import layout_of
 from runs import Capture, refusal
 from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
@@ -66,7 +65,7 @@ def test_no_weight_is_lost_or_added(family_name: str, tmp_path: Path, out: Path)
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name)
     opened = open_checkpoint(checkpoint)
     offset = GGUF_HEADS[opened.text_config["model_type"]].norm_offset
-    layout = layout_of(opened)
+    layout = opened.layout
     stored = all_tensors(checkpoint)
     expected = [
         value.float() + offset if "norm" in key else value.float()
@@ -132,7 +131,7 @@ def test_experts_are_stacked_by_their_numbers(
     family_name: str, store: Callable[[Path], Path], tmp_path: Path, out: Path
 ) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name, MANY_EXPERTS)
-    layout = layout_of(open_checkpoint(checkpoint))
+    layout = open_checkpoint(checkpoint).layout
     stored = all_tensors(checkpoint)
     first = [key for key in stored if layout.is_head_key(key) and ".experts.0." in key]
     assert len(first) > 1
@@ -164,7 +163,7 @@ def hand_made(path: Path, family_name: str, tensors: dict[str, torch.Tensor], re
     head = NativeHead(tuple(held_tensor(key, "F32", value) for key, value in tensors.items()), (), {})
     layers = checkpoint.text_config["num_hidden_layers"]
     config = {"qk_nope_head_dim": 3, "v_head_dim": 2, "num_hidden_layers": layers}
-    found = gguf_tensors(checkpoint, layout_of(checkpoint), head, GGUF_HEADS[record], config)
+    found = gguf_tensors(checkpoint, head, GGUF_HEADS[record], config)
     return {tensor.key: tensor for tensor in found}
 
 

@@ -24,7 +24,6 @@ from mtp_train.checkpoints.gguf.sidecar import gguf_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.checkpoint_tools import write
 
 NATIVE_NAMES = {
@@ -182,4 +181,4 @@ def test_two_mixers_have_no_place_in_one_file(v4: Path) -> None:
     keys = [f"mtp.{module}.hc_head_base" for module in range(2)]
     head = NativeHead(tuple(held_tensor(key, "F32", torch.ones(2)) for key in keys), (), {})
     with pytest.raises(CheckpointError, match=re.escape("mtp.1.hc_head_base: llama.cpp's deepseek4 has one tensor")):
-        gguf_tensors(checkpoint, layout_of(checkpoint), head, GGUF_HEADS[NAME], {"num_hidden_layers": 4})
+        gguf_tensors(checkpoint, head, GGUF_HEADS[NAME], {"num_hidden_layers": 4})

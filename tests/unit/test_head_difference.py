@@ -18,7 +18,6 @@ from json_files import read_json, write_json
 from left_over import head_of
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from mtp_train.heads.diagnose import layout_of
 from runs import paste, tree
 from tiny import tiny_head, tiny_trunk
 
@@ -182,7 +181,7 @@ def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str,
 def test_a_head_without_a_trunk_is_called_one(bare: bool, family_name: str, tmp_path: Path, out: Path) -> None:
     """Also where its keys lost their prefix, and are then named like those of an EAGLE draft."""
     path = save_with_head(tiny_trunk(family_name), tiny_head(tiny_trunk(family_name)), tmp_path / "whole")
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     prefix = {"qwen3_5": "mtp.", "glm4_moe": "model.layers.3.", "mimo": "model.mtp_layers.0."}[family_name] * bare
 
     def alone(tensors: Tensors) -> Tensors:

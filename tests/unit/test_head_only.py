@@ -14,7 +14,7 @@ from mtp_train.checkpoints.export import write_head_only
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
 from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from runs import Capture, document, run_command, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
 
@@ -39,7 +39,7 @@ def test_a_head_alone_opens_again_bit_for_bit(
     assert run_command("export", base, "--out", out, "--head-only") == 0
     written = all_tensors(out)
     checkpoint = open_checkpoint(out)
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     expected = {key for key in before if layout.is_head_key(key)} | {"model.embed_tokens.weight"}
     assert written.keys() == expected | (set() if tied else {"lm_head.weight"})
     assert holds(before, written)
@@ -83,8 +83,7 @@ def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
     renamed = {key.replace("lm_head.", "language_model.lm_head."): value for key, value in tensors.items()}
     save_file(renamed, base / SINGLE_FILE)
     checkpoint = open_checkpoint(base)
-    layout = layout_of(checkpoint)
-    write_head_only(checkpoint, layout, native_head_of(checkpoint, layout, layout), out)
+    write_head_only(checkpoint, native_head_of(checkpoint, checkpoint.layout), out)
     assert "language_model.lm_head.weight" in all_tensors(out)
 
 

@@ -28,7 +28,7 @@ from json_files import read_json
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.tokenizer import load_tokenizer
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
 from runs import BYTE_VOCAB_SIZE, Capture, document, paste, run_command, tree
@@ -217,7 +217,7 @@ def test_embedding_and_lm_head_are_merged_where_they_are_two(
     assert_like_peft(out, model)
     # The copies that some heads keep of them follow, and nothing else of the head moves.
     checkpoint = open_checkpoint(out)
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     written = all_tensors(out)
     old = all_tensors(base)
     for key in filter(layout.is_head_key, written):

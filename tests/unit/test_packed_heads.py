@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, same, save_tensors, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import diagnose_head
 from runs import Capture, document, paste, run_command
 from tiny import FAMILY_NAMES
 
@@ -88,7 +88,7 @@ def pack_projections(
 
 
 def pack_head(path: Path, method: str = "awq") -> None:
-    assert len(pack_projections(path, layout_of(open_checkpoint(path)).is_head_key, *METHODS[method])) >= 7
+    assert len(pack_projections(path, open_checkpoint(path).layout.is_head_key, *METHODS[method])) >= 7
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.trunk.load import load_trunk
 from runs import Capture, document, paste, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
@@ -83,7 +82,7 @@ FORMS: dict[str, tuple[Pack, dict[str, Any]]] = {
 def pack_trunk(path: Path, form: str, *, declared: bool = True) -> Path:
     """Store the projections of a trunk's blocks as a method stores them."""
     pack, settings = FORMS[form]
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     pack_projections(path, lambda key: not layout.is_head_key(key), pack, settings if declared else None)
     return path
 
@@ -284,7 +283,7 @@ def test_a_head_that_no_exception_covers_is_named_and_export_lists_it(
     for name, value in before_lists.items():
         assert listed[name] == value or set(value or ()) < set(listed[name])
     again = document(["inspect", out], capfd)
-    assert (again["cure"], unlisted_layers(open_checkpoint(out), layout_of(open_checkpoint(out)))) == (None, [])
+    assert (again["cure"], unlisted_layers(open_checkpoint(out))) == (None, [])
     assert tree(base) == before
     # Nothing is left to list.
     document(["export", out, "--out", tmp_path / "again"], capfd)
@@ -319,14 +318,14 @@ def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], ba
     pack_trunk(base, "awq")
     set_fields(base, {"quantization_config": settings})
     checkpoint = open_checkpoint(base)
-    assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
+    assert unlisted_layers(checkpoint) == []
 
 
 def test_layers_that_the_trunk_keeps_in_floats_are_not_named(base: Path) -> None:
     """Releases in FP8 have a projection and routers in plain floats, and list none of them."""
     quantise(base, r"layers\..*_proj\.weight")
     checkpoint = open_checkpoint(base)
-    assert unlisted_layers(checkpoint, layout_of(checkpoint)) == []
+    assert unlisted_layers(checkpoint) == []
 
 
 def test_the_packed_layers_of_a_head_get_no_exception(base: Path, out: Path, capfd: Capture) -> None:

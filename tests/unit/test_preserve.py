@@ -17,7 +17,6 @@ from json_files import read_json
 from mtp_train import inspect
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.heads.diagnose import layout_of
 from mtp_train.hooks.keep_head import KeepHead, keep_head
 from preserving import load, make_trainer, told
 from runs import paste
@@ -30,8 +29,8 @@ def assert_keeps_the_head(path: Path, base: Path, *, stale: bool = True) -> None
     assert (found.status, found.stale) == ("healthy", stale)
     saved = open_checkpoint(path)
     original = open_checkpoint(base)
-    layout = layout_of(saved)
-    base_layout = layout_of(original)
+    layout = saved.layout
+    base_layout = original.layout
     own = [key for key in original.tensors if base_layout.is_head_key(key) and base_layout.shared_key(key) is None]
     assert own
     for key in own:

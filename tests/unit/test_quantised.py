@@ -19,7 +19,7 @@ from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype
+from mtp_train.heads.diagnose import diagnose_head, stored_dtype
 from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
 from runs import Capture, document, run_command
@@ -73,7 +73,7 @@ def quantisation(path: Path) -> dict[str, Any]:
 def head_layers(path: Path) -> list[str]:
     """Return the head's linear modules in a checkpoint."""
     checkpoint = open_checkpoint(path)
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     return [
         key.removesuffix(".weight")
         for key, info in checkpoint.tensors.items()
@@ -142,7 +142,7 @@ def test_a_head_in_fp8_is_read_with_its_scales(
     # Five rows of 32 columns are read at a time, and three such reads begin within the scales of 16 rows.
     monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
     base, finetune = base_and_finetune(tmp_path, family_name)
-    layout = layout_of(open_checkpoint(base))
+    layout = open_checkpoint(base).layout
     heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
     plain = quantise(base, heads)
     head = own_head(open_checkpoint(base))
@@ -220,7 +220,7 @@ def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
     plain = quantise(quantised, r"^model\.layers.*_proj\.weight")
     checkpoint = open_checkpoint(quantised)
     original = open_checkpoint(base)
-    change = compare_trunks(checkpoint, layout_of(checkpoint), original, Progress(disable=True))
+    change = compare_trunks(checkpoint, original, Progress(disable=True))
     old = all_tensors(base)
     largest = max(float((value - old[key]).norm() / old[key].norm()) for key, value in plain.items())
     assert change.largest_relative_change == pytest.approx(largest, rel=1e-5)
@@ -231,7 +231,7 @@ def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(
 
 
 def layout_keys(path: Path) -> list[str]:
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     return [key for key in all_tensors(path) if layout.is_head_key(key)]
 
 

@@ -17,7 +17,7 @@ from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import fresh_plan, graft_plan, trained_head
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.initial import is_drawn
 from mtp_train.runs.display import quiet_progress
 from runs import Capture, paste, refusal
@@ -131,7 +131,7 @@ def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(base: Path, tm
 def test_zero_norms_are_a_fault_only_where_norms_do_not_add_one(family_name: str, kind: str, tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, family_name)
     path = save_with_head(tiny_trunk(family_name), tiny_head(tiny_trunk(family_name)), tmp_path / "zeroed")
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
 
     def zero(tensors: dict[str, Tensor]) -> None:
         norms = [key for key in tensors if layout.is_head_key(key) and key.endswith("norm.weight")]
@@ -167,14 +167,14 @@ def test_heads_that_were_trained_here_are_marked_and_the_mark_stays_with_the_hea
     plan = graft_plan(source, open_checkpoint(base), "auto")
     state = plan.layout.join({one.key: one.load() for one in plan.head.tensors})
     trained = tmp_path / "trained"
-    write_checkpoint(source, plan.layout, trained_head(plan, state), trained, link="hard", progress=progress)
+    write_checkpoint(source, trained_head(plan, state), trained, link="hard", progress=progress)
     copies = [trained, graft(finetune, trained, tmp_path / "grafted").out, export(trained, tmp_path / "again").out]
     copies += [export(trained, tmp_path / "alone", head_only=True).out]
     assert {inspect(path).status for path in copies} == {"healthy"}
     # Another head in its place is not marked.
     other = open_checkpoint(trained)
     plan = graft_plan(other, open_checkpoint(base), "auto")
-    write_checkpoint(other, plan.layout, plan.head, tmp_path / "other", link="hard", progress=progress)
+    write_checkpoint(other, plan.head, tmp_path / "other", link="hard", progress=progress)
     assert inspect(tmp_path / "other").status == "untrained"
 
 
@@ -182,7 +182,7 @@ def test_a_fresh_head_of_a_copied_layer_is_not_untrained(tmp_path: Path, out: Pa
     trunk = tiny_trunk("llama")
     source = open_checkpoint(save_stripped(trunk, tmp_path / "trunk"))
     plan = fresh_plan(source, text_config_of(source), "auto", seed=0, start="copy_last_layer")
-    write_checkpoint(source, plan.layout, plan.head, out, link="hard", progress=quiet_progress())
+    write_checkpoint(source, plan.head, out, link="hard", progress=quiet_progress())
     assert inspect(out).status == "healthy"
 
 

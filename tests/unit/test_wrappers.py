@@ -20,7 +20,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.registry import WRAPPERS
 from mtp_train.heads.build import fresh_plan
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.runs.export import write_export
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import random_tokens, tiny_trunk
@@ -49,7 +49,7 @@ def test_the_language_model_is_found_and_is_what_it_is_alone(wrapper: str, tied:
     checkpoint = open_checkpoint(path)
     alone = tiny_trunk(AROUND[wrapper], tied=tied)
     assert (checkpoint.family.wrapper, checkpoint.family.title.endswith(WRAPPERS[wrapper])) == (wrapper, True)
-    layout = layout_of(checkpoint)
+    layout = checkpoint.layout
     assert (layout.trunk_prefix, layout.lm_head_key in checkpoint.tensors) == ("language_model.model.", not tied)
     trunk = loaded(path)
     hidden = trunk.hidden(TOKENS_1T)
@@ -68,7 +68,7 @@ def test_so_it_is_by_the_names_that_transformers_once_saved(wrapper: str, tmp_pa
         old = next((old for old in names if key.startswith(old)), None)
         renamed[f"model.{key}" if old is None else key.replace(old, names[old])] = value
     save_tensors(renamed, path / SINGLE_FILE)
-    layout = layout_of(open_checkpoint(path))
+    layout = open_checkpoint(path).layout
     assert (layout.trunk_prefix, layout.lm_head_key) == ("model.language_model.", "lm_head.weight")
     assert torch.equal(loaded(path).logits(loaded(path).hidden(TOKENS_1T)), expected)
 

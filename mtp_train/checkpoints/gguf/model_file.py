@@ -346,7 +346,7 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
         blocks = partial(_loaded, stored, offset)
         tensors.append(PendingTensor(keys[0], SAFETENSORS_DTYPES[dtype], torch_shape(stored), blocks))
     declared = trunk.family.declaring(model.declared_modules, trunk.config)
-    add_in_place(trunk, layout, NativeHead(tuple(tensors), (), declared))
+    add_in_place(trunk, NativeHead(tuple(tensors), (), declared))
 
 
 def _loaded(stored: gguf.ReaderTensor, offset: float) -> list[Tensor]:

@@ -194,24 +194,22 @@ def _entry(tokenizer: Any, text: str | None, number: int, added: dict[str, int])
     return text.replace("\u2581", " "), gguf.TokenType.USER_DEFINED
 
 
-def gguf_tensors(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
-) -> list[PendingTensor]:
+def gguf_tensors(trunk: Checkpoint, head: NativeHead, record: GgufHead, config: RawConfig) -> list[PendingTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
-    of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
+    of_trunk = (
+        exact_tensor(trunk, key, name) for key, name in trunk_names(trunk.layout).items() if key in trunk.tensors
+    )
     generated = {name: make(config) for name, make in record.generated.items()}
     return [
         *(_with_offset(one, record.norm_offset) for one in of_trunk),
-        *head_tensors(trunk, layout, head, record, config),
+        *head_tensors(trunk, head, record, config),
         *(held_tensor(name, "F32", torch.tensor(one)) for name, one in generated.items() if one is not None),
     ]
 
 
-def head_tensors(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
-) -> list[PendingTensor]:
+def head_tensors(trunk: Checkpoint, head: NativeHead, record: GgufHead, config: RawConfig) -> list[PendingTensor]:
     """Return the head's tensors alone."""
-    return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
+    return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, head, record, config)]
 
 
 def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
@@ -223,14 +221,13 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
     return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
 
 
-def _of_head(
-    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: RawConfig
-) -> Iterator[PendingTensor]:
+def _of_head(trunk: Checkpoint, head: NativeHead, record: GgufHead, config: RawConfig) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
+    layout = trunk.layout
     groups: dict[str, dict[int, PendingTensor]] = {}
     part_of = {ours: (name, place) for name, join in record.joined.items() for place, ours in enumerate(join.parts)}
     num_layers = int(config["num_hidden_layers"])
-    for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
+    for native in (*head.tensors, *shared_tensors(trunk, head, exact_tensor)):
         mapped = layout.map_key(native.key)
         shared = layout.shared_key(native.key)
         if shared is not None:

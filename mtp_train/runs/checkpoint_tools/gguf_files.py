@@ -35,7 +35,7 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError, first_of
 from mtp_train.families import FAMILIES
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.initial import require_trained_head
 
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
@@ -159,8 +159,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, progress: Progress) -> _Head:
         progress.console.print(
             f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}.",
         )
-    layout = layout_of(donor)
-    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
+    tensors = head_tensors(donor, native_head_of(donor, donor.layout, take=exact_tensor), record, config)
     config |= {NUM_MODULES: diagnosis.present_modules}
     return tensors, {name: field(config) for name, field in record.fields.items()}, diagnosis.present_modules
 

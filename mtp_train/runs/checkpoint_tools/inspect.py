@@ -42,7 +42,6 @@ from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     diagnose_head,
     foreign_drafter,
-    layout_of,
 )
 from mtp_train.heads.draft_model import (
     DraftModel,
@@ -253,20 +252,19 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
 
 def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
     """Inspect a model, and compare it with the base that it was fine-tuned from."""
-    layout = layout_of(checkpoint)
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = None
-    files = _of_files(checkpoint, layout, progress)
+    files = _of_files(checkpoint, checkpoint.layout, progress)
     comparable = diagnosis.comparable and not (files["non_finite_keys"] or undeclared_weights(checkpoint))
-    difference = zero_head(checkpoint, layout) if comparable else None
+    difference = zero_head(checkpoint) if comparable else None
     initial = initial_parts(checkpoint) if comparable and difference is None else Initial()
-    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
+    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint) else TrunkDiagnosis()
     if base is not None and not trunk.missing_keys:
-        require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
-        change = compare_trunks(checkpoint, layout, base, progress)
+        require_same_trunk_shape(checkpoint, base)
+        change = compare_trunks(checkpoint, base, progress)
         if comparable and base_head:
-            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base), norm_value(checkpoint))
+            difference = difference or compare_heads(checkpoint, base, norm_value(checkpoint))
     problems = (*trunk.problems, *_not_finite(files["non_finite_keys"]), *_adapter_problems(checkpoint))
     if initial and difference is not None and difference.kind == "unrelated" and difference.same_norms:
         initial |= {"norms"}
@@ -277,7 +275,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     found = Inspection(
         **files,
-        family=layout.family.name,
+        family=checkpoint.family.name,
         status=status,
         # Without any trace of a head, every key of one is not "missing"; another drafter's keys are not "unexpected".
         head=replace(diagnosis, missing_keys=(), unexpected_keys=()) if status in ("none", "foreign") else diagnosis,
@@ -326,10 +324,10 @@ def _head_status(
     return "healthy" if declared else "undeclared"
 
 
-def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
+def compare_trunks(checkpoint: Checkpoint, base: Checkpoint, progress: Progress) -> TrunkChange:
     changed = 0
     largest = 0.0
-    shared = common_tensors(checkpoint, layout, base, layout_of(base))
+    shared = common_tensors(checkpoint, base)
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
         difference, size, _ = squared_change(
             read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
@@ -376,7 +374,7 @@ def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
             "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
         }.get(found.status, f"no: {found.head.describe()}")
     # ``export --head-only`` writes none of the trunk's layers.
-    elif not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
+    elif not any(name.startswith("layers.") for name in trunk_tensors(checkpoint)):
         flag = suggestions.draft_model_flag(path, SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
     else:
@@ -412,9 +410,8 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
         found["llama.cpp"] = (
             f"no: its converter refuses tensors that the index does not list: {first_of(checkpoint.unlisted_keys)}"
         )
-    layout = layout_of(checkpoint)
-    unmatched = unmatched_by_sglang(checkpoint, layout)
-    if layers := unlisted_layers(checkpoint, layout):
+    unmatched = unmatched_by_sglang(checkpoint)
+    if layers := unlisted_layers(checkpoint):
         reason = f"no: reads {first_of(layers)} of the head as quantised: {QUANTISATION} lists no exception for it"
         found |= dict.fromkeys(("vllm", "sglang"), reason)
     elif unmatched is not None:

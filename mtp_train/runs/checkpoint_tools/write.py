@@ -22,7 +22,7 @@ from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
-from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import (
     HEAD,
     RECIPE_FILE,
@@ -46,7 +46,7 @@ from mtp_train.errors import CheckpointError, GateRefusedError, MtpError, first_
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.head_kinds import MTP, SUGGESTED_DEPTH
 from mtp_train.heads.build import graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.heads.initial import require_trained_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
@@ -133,7 +133,7 @@ def graft(
     for one in (trunk, donor):
         require_finite_checkpoint(one, progress)
     require_trained_head(donor)
-    equal = write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
+    equal = write_checkpoint(trunk, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         sources = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
         depth = suggested_depth(donor)
@@ -144,13 +144,13 @@ def graft(
         content=f"the trunk of {fine_tune}, the head of {base}",
         trunk=equal,
         serves=serves,
-        notes=_left_out(trunk, donor, plan.layout),
+        notes=_left_out(trunk, donor),
         cure=probe_command(fine_tune, base),
     )
 
 
-def _left_out(trunk: Checkpoint, donor: Checkpoint, layout: HeadLayout) -> tuple[str, ...]:
-    notes = left_out(trunk, layout)
+def _left_out(trunk: Checkpoint, donor: Checkpoint) -> tuple[str, ...]:
+    notes = left_out(trunk)
     if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return notes
@@ -210,15 +210,15 @@ def merge(
     refuse_existing(out, what="the checkpoint")
     lora = read_adapter(locate_checkpoint(adapter))
     source = open_location(checkpoint)
-    layout = layout_of(source)
-    plan = plan_merge(source, layout, lora)
+    layout = source.layout
+    plan = plan_merge(source, lora)
     require_whole_trunk(source, adapter_beside=True)
     if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
         load_tokenizer(replace(source, config=with_fields(source, plan.config_fields)), adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
-    equal = write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
+    equal = write_checkpoint(source, None, out, link=link, progress=progress, merge=plan)
     shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(out):
@@ -236,7 +236,7 @@ def merge(
         out=out,
         content=f"{len(plan.tensors)} tensors of {checkpoint} adapted, in {len(rewritten)} of {len(shards)} files",
         trunk=equal,
-        notes=(head, *used, *left_out(source, layout)),
+        notes=(head, *used, *left_out(source)),
         cure=cure,
     )
 
@@ -327,7 +327,7 @@ def _write_whole(
         content=f"the trunk of {trunk.path} with its head",
         trunk=equal,
         serves=serves,
-        notes=left_out(trunk, layout_of(trunk)),
+        notes=left_out(trunk),
     )
 
 
@@ -336,7 +336,7 @@ def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResul
         raise CheckpointError(
             f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only."
         )
-    write_head_only(trunk, layout_of(trunk), head.head, out)
+    write_head_only(trunk, head.head, out)
     serve = f"vllm serve {shlex.quote(str(trunk.path))} {draft_model_flag(str(out), head.num_depths)}"
     return WriteResult(out=out, content=_ALONE, serves={"vllm": serve})
 
@@ -369,7 +369,7 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
     config = config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    tensors = gguf_tensors(trunk, layout_of(trunk), head.head, record, config)
+    tensors = gguf_tensors(trunk, head.head, record, config)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
         write_gguf(
@@ -444,8 +444,8 @@ def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
             "head. Use mtp-train graft to put the base's head back."
         )
     require_trained_head(checkpoint)
-    layout = layout_of(checkpoint)
-    head = native_head_of(checkpoint, layout, layout, take=take)
+    layout = checkpoint.layout
+    head = native_head_of(checkpoint, layout, take=take)
     return Artifact(
         layout=layout,
         num_modules=diagnosis.present_modules,
