@@ -5,7 +5,6 @@ A run directory is accepted wherever a checkpoint is.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, is_gguf, open_checkpoint, read_json
-from mtp_train.checkpoints.suggestions import probe_command, retrain_command
+from mtp_train.checkpoints.suggestions import command, probe_command, retrain_command
 from mtp_train.errors import CheckpointError
 
 RECIPE_FILE = "recipe.yaml"
@@ -93,10 +92,9 @@ def exported_of(directory: Path) -> Path:
         is_rescue = not (directory / CONFIG_FILE).exists() and (directory / EXPORT / CONFIG_FILE).is_file()
         return directory / EXPORT if is_rescue else directory
     if not (directory / EXPORT).is_dir():
-        again = shlex.quote(str(directory / RECIPE_FILE))
         raise CheckpointError(
             f"{directory}: the directory of a run that has exported no checkpoint; expected a checkpoint, or a run "
-            f"that passed its gate. Finish it with 'mtp-train run {again}', or name its trunk."
+            f"that passed its gate. Finish it with '{command('run', directory / RECIPE_FILE)}', or name its trunk."
         )
     return directory / EXPORT
 

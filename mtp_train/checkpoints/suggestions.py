@@ -13,9 +13,9 @@ from mtp_train.families.engines import quoted_json
 PACKAGE = Path(__file__).parents[1]
 
 
-def command(*words: str) -> str:
+def command(*words: object) -> str:
     """Return a command of this package, quoted for a shell."""
-    return shlex.join(["mtp-train", *words])
+    return shlex.join(["mtp-train", *map(str, words)])
 
 
 def graft_command(finetune: str, base: str) -> str:
@@ -39,7 +39,7 @@ def evaluate_command(checkpoint: str, out: str) -> str:
 def judge_command(run_dir: Path) -> str:
     """Return the command that judges a run's export by the evaluations of its baseline and of the export."""
     arms = [f"stale={run_dir}-baseline", f"retrained={run_dir}-served"]
-    return command("compare", *arms, "--judges", str(run_dir), "--out", f"{run_dir}-judged")
+    return command("compare", *arms, "--judges", run_dir, "--out", f"{run_dir}-judged")
 
 
 def draft_model_flag(path: str, depth: int) -> str:

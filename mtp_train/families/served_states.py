@@ -5,10 +5,10 @@ Measured with vLLM 0.32 on CPUs, in fp32 against transformers; in bfloat16 where
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 
+from mtp_train.families.engines import quoted_json
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
 THROUGH_TRANSFORMERS: Mapping[str, str] = {
@@ -69,5 +69,5 @@ def states_command(path: str, config: RawConfig, layers: Sequence[int], director
         },
         **({} if override is None else {"hf-overrides": {"architectures": [override]}}),
     }
-    words = [f"--{name} {shlex.quote(json.dumps(one, separators=(',', ':')))}" for name, one in options.items()]
+    words = [f"--{name} {quoted_json(one)}" for name, one in options.items()]
     return " ".join(["vllm serve", shlex.quote(path), "--no-enable-prefix-caching --no-enable-chunked-prefill", *words])

@@ -21,6 +21,7 @@ from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, o
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method, require_declared
+from mtp_train.checkpoints.suggestions import command
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.families import Family, kinds_served, of_kind
@@ -30,7 +31,7 @@ from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype,
 from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.display import Shown, serving_lines, wiring_note
+from mtp_train.runs.display import Rows, Shown, serving_lines, wiring_note
 from mtp_train.runs.inputs import (
     LoneHead,
     RunText,
@@ -304,7 +305,7 @@ class CheckResult(Shown):
         """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
         return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
 
-    def _rows(self) -> Iterator[tuple[str, str | None]]:
+    def _rows(self) -> Rows:
         recipe, plan, problem = self.recipe, self.plan, self.room.problem
         if problem is not None:
             yield "does not fit", problem
@@ -357,7 +358,7 @@ class CheckResult(Shown):
             f"{_count(memory.trunk_parameters)}, frozen){several}"
         )
 
-    def _sizes(self) -> Iterator[tuple[str, str | None]]:
+    def _sizes(self) -> Rows:
         memory = self.memory
         shards = self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
@@ -426,14 +427,13 @@ def check(
 
 def _launch_command(words: Sequence[str], room: Room) -> str:
     """Return the command that starts the run of a plan: its number of processes, in shards if only these fit."""
-    arguments = shlex.join(words)
     count = room.plan.world_size
     if count == 1:
-        return f"mtp-train run {arguments}"
+        return command("run", *words)
     on_cpu = room.device.kind == "cpu"
     file = accelerate_file("cpu_ddp" if on_cpu else "fsdp2" if room.needs_shards else "ddp")
     variable = "ACCELERATE_USE_CPU=true " if on_cpu else ""
-    return f"{variable}accelerate launch --config_file {file} --num_processes {count} -m mtp_train {arguments}"
+    return f"{variable}accelerate launch --config_file {file} --num_processes {count} -m mtp_train {shlex.join(words)}"
 
 
 def _checked(

@@ -27,6 +27,9 @@ LOG_FILE = "run.log"
 
 _WIDTH = 100
 
+Rows = Iterable[tuple[str, object]]
+"""Labels and what is printed behind them; a row with None is not shown."""
+
 
 def quiet_progress() -> Progress:
     """Return a progress bar that shows nothing and whose console prints nothing."""
@@ -94,8 +97,7 @@ class Shown:
     def _title(self) -> str:
         return ""
 
-    def _rows(self) -> Iterable[tuple[str, object]]:
-        """Return labels and what is printed behind them; a row with None is not shown."""
+    def _rows(self) -> Rows:
         return ()
 
     def __str__(self) -> str:

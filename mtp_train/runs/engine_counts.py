@@ -26,7 +26,7 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.served import ServedRecord, Server, ask, judged
 from mtp_train.evaluation.statistics import Served
-from mtp_train.runs.display import Shown, quiet_progress
+from mtp_train.runs.display import Rows, Shown, quiet_progress
 from mtp_train.runs.engine_wirings import OURS, TIE, Probed, Replayed, load_known, named
 
 PROMPTS_PER_TASK, NEW_TOKENS, FITS = 2, 64, 0.9
@@ -66,7 +66,7 @@ class CountsResult(Shown):
             f"of {self.equal[OURS]:.1%} of {self.answers} answers; reproduced: {' / '.join(self.fits)}"
         )
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
+    def _rows(self) -> Rows:
         return (("warning", one) for one in self.warnings)
 
 

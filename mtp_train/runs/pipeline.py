@@ -6,7 +6,6 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.identity import checkpoint_files, require_same
 from mtp_train.checkpoints.locations import EXPORT, HEAD, open_location
+from mtp_train.checkpoints.suggestions import command
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.errors import DataError, GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
@@ -32,7 +32,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import capitalised
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import Shown, logged, quiet_progress, serving_lines, wiring_note
+from mtp_train.runs.display import Rows, Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import advised, evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.forecast import Forecast, round_units, stages_of
@@ -348,7 +348,7 @@ class RegenerateResult(Shown):
     def to_json(self) -> dict[str, int]:
         return asdict(self.counts)
 
-    def _rows(self) -> list[tuple[str, object]]:
+    def _rows(self) -> Rows:
         return [(name.replace("_", " "), value) for name, value in asdict(self.counts).items()]
 
 
@@ -450,12 +450,12 @@ class RunResult(Outcome, Shown):
     def _title(self) -> str:
         return self.message
 
-    def _rows(self) -> list[tuple[str, object]]:
-        rows: list[tuple[str, object]] = [("report", self.page), *serving_lines(self.serves)]
+    def _rows(self) -> Rows:
+        yield "report", self.page
+        yield from serving_lines(self.serves)
         if self.serves:
             head = load_artifact(self.run_dir / HEAD)
-            rows.append(("head", wiring_note(head.family, head.convention, self.serves)))
-            rows.append(("try it", shlex.join(["mtp-train", "generate", str(self.run_dir), "--show-drafts", "--chat"])))
+            yield "head", wiring_note(head.family, head.convention, self.serves)
+            yield "try it", command("generate", self.run_dir, "--show-drafts", "--chat")
         if _is_demo(self.run_dir):
-            rows.append(("your own model", "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl"))
-        return rows
+            yield "your own model", "mtp-train probe FINE_TUNE --from BASE --data chats.jsonl"

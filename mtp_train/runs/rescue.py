@@ -63,7 +63,7 @@ from mtp_train.report.wording import bounds, format_estimate, format_number
 from mtp_train.report.write import write_report
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.write import WriteResult
-from mtp_train.runs.display import Shown, wiring_note
+from mtp_train.runs.display import Rows, Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import serves_of, write_export, write_untrained_card
 from mtp_train.runs.forecast import Forecast, Stage, stages_of
@@ -151,7 +151,7 @@ class ProbeResult(Shown):
     def _title(self) -> str:
         return f"{self.verdict}: {self.reason}"
 
-    def _rows(self) -> list[tuple[str, str | None]]:
+    def _rows(self) -> Rows:
         trained = (
             f"{format_number(self.trained_tau, 2)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
         )
@@ -385,7 +385,7 @@ class RescueResult(WriteResult):
     def _title(self) -> str:
         return f"{self.reason}.\n{super()._title()}"
 
-    def _rows(self) -> list[tuple[str, str | None]]:
+    def _rows(self) -> Rows:
         return [("report", self.page), *super()._rows()]
 
 

@@ -16,7 +16,7 @@ from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
-from mtp_train.checkpoints.suggestions import named_base
+from mtp_train.checkpoints.suggestions import command, named_base
 from mtp_train.checkpoints.writing import full_disk_is_named, refuse_existing, write_text
 from mtp_train.data.sources import load_records
 from mtp_train.errors import CheckpointError, DataError, MtpError
@@ -107,7 +107,7 @@ def write_recipe(
         out=out,
         content=f"it trains {_TRAINS[start]}",
         notes=tuple(notes),
-        cure=shlex.join(["mtp-train", "check", str(out), *(["--device", device] if device else ())]),
+        cure=command("check", out, *(["--device", device] if device else ())),
     )
 
 

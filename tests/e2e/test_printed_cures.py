@@ -259,7 +259,7 @@ def test_the_launch_line_starts_the_run_that_was_planned(inputs: Path) -> None:
     assert (launched.plan, launched.recipe.train) == (planned.plan, planned.recipe.train.replaced({"processes": 2}))
 
 
-@pastes("Finish it with 'mtp-train run {}', or name its trunk.")
+@pastes("mtp-train run {}")
 def test_a_run_that_exported_nothing_is_finished_as_printed(inputs: Path, capfd: Capture) -> None:
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
     with pytest.MonkeyPatch.context() as patched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, head_tensors
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import exact_tensor, native_head_of
+from mtp_train.checkpoints.suggestions import command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError, first_of
@@ -52,8 +52,7 @@ _REPEATING = {
 
 def graft_gguf_command(file: Path) -> str:
     """Return the command that puts a base's head into a file; BASE is to be replaced."""
-    out = shlex.quote(f"{file.name.removesuffix('.gguf')}-mtp.gguf")
-    return f"mtp-train graft {shlex.quote(str(file))} --from BASE --out {out}"
+    return command("graft", file, "--from", "BASE", "--out", f"{file.name.removesuffix('.gguf')}-mtp.gguf")
 
 
 def stored_types(tensors: Iterable[ReaderTensor]) -> str:
@@ -155,7 +154,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, progress: Progress) -> _Head:
     _require_fit(trunk, base, record.arch, int(config["num_hidden_layers"]), int(config["hidden_size"]))
     require_finite_checkpoint(donor, progress)
     require_trained_head(donor)
-    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
+    if reduced := list(filter(REDUCED_OUTPUT.fullmatch, donor.tensors)):
         progress.console.print(
             f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}.",
         )

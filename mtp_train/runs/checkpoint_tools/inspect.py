@@ -58,7 +58,7 @@ from mtp_train.runs.checkpoint_tools.gguf_files import (
     problems_of_head,
     stored_types,
 )
-from mtp_train.runs.display import Shown, quiet_progress, serving_lines
+from mtp_train.runs.display import Rows, Shown, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, holds_trunk, untie_command
 
 Status = Literal[
@@ -183,7 +183,7 @@ class Inspection(Shown):
     def _title(self) -> str:
         return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
-    def _rows(self) -> list[tuple[str, object]]:
+    def _rows(self) -> Rows:
         head = self.head
         trunk = self.trunk
         found = {
@@ -342,7 +342,7 @@ def compare_trunks(checkpoint: Checkpoint, base: Checkpoint, progress: Progress)
 
 def _notes(checkpoint: Checkpoint, initial: Initial, *, compared: bool) -> Iterator[str]:
     """Yield phrases about an output matrix of fewer tokens, and about what the head's tensors leave open."""
-    reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
+    reduced = list(filter(REDUCED_OUTPUT.fullmatch, checkpoint.tensors))
     if reduced:
         yield (
             f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, "
@@ -522,7 +522,7 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else suggestions.download_command(checkpoint.path, "DRAFTER"),
-        runs_here=f"mtp-train generate TRUNK --head {shlex.quote(str(checkpoint.path))} --prompt Hello"
+        runs_here=suggestions.command("generate", "TRUNK", "--head", checkpoint.path, "--prompt", "Hello")
         if refusal is None
         else f"no: {refusal}",
         note=f"{draft.title} for a trunk of hidden size {draft.config.get(draft.format.trunk_size)}"

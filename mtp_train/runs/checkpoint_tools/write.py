@@ -34,6 +34,7 @@ from mtp_train.checkpoints.locations import (
 from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     checkpoint_name,
+    command,
     draft_model_flag,
     graft_command,
     probe_command,
@@ -51,7 +52,7 @@ from mtp_train.heads.initial import require_trained_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
 from mtp_train.runs.checkpoint_tools.inspect import inspect, suggested_depth
-from mtp_train.runs.display import Shown, quiet_progress, serving_lines
+from mtp_train.runs.display import Rows, Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.inputs import adapter_of
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
@@ -78,7 +79,7 @@ class WriteResult(Shown):
     def _title(self) -> str:
         return f"Wrote {self.out}: {self.content}."
 
-    def _rows(self) -> list[tuple[str, str | None]]:
+    def _rows(self) -> Rows:
         return [
             ("trunk", self.trunk),
             *(("note", one) for one in self.notes),
@@ -151,7 +152,7 @@ def graft(
 
 def _left_out(trunk: Checkpoint, donor: Checkpoint) -> tuple[str, ...]:
     notes = left_out(trunk)
-    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
+    if reduced := list(filter(REDUCED_OUTPUT.fullmatch, donor.tensors)):
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return notes
 
@@ -282,8 +283,8 @@ def export(
         raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
-            command = shlex.join(["mtp-train", "export", str(source), "--head-only", "--out", str(out)])
-            raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{command}'.")
+            instead = command("export", source, "--head-only", "--out", out)
+            raise MtpError(f"{source}: a GGUF file, as its head stays; expected --head-only alone. Run '{instead}'.")
         return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
