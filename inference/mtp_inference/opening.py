@@ -123,7 +123,7 @@ def open_model(
     """
     checkpoint = open_location(location)
     if quantization is not None:
-        require_quantizable(quantization, checkpoint.config, where=checkpoint.path)
+        require_quantizable(quantization, checkpoint)
         require_bitsandbytes(quantization, where)
     adapter_path = locate_adapter(adapter, location) if adapter else None
     stored = head_directory(head) if head is not None else None

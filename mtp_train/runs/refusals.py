@@ -26,7 +26,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.groups import holdout_of
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError, UnsupportedModelError
-from mtp_train.families import Family, RawConfig
+from mtp_train.families import Family
 from mtp_train.families.served_states import states_refusal
 from mtp_train.heads.diagnose import diagnose_head, named_rejections, text_config_of
 from mtp_train.heads.lora import require_lora_targets
@@ -128,9 +128,9 @@ def _errors_of(checks: Sequence[Check]) -> list[MtpError]:
 def _require_packing(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -> None:
     """Check that a checkpoint can be quantised or offloaded, if the recipe does one of the two."""
     if recipe.model.quantization is not None:
-        require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
+        require_quantizable(recipe.model.quantization, checkpoint)
     if recipe.model.offload is not None:
-        require_offload(world_size, checkpoint.config, where=checkpoint.path)
+        require_offload(world_size, checkpoint)
 
 
 def _of_states(recipe: Recipe, model: HeadOnTrunk) -> Iterator[RecipeError]:
@@ -175,17 +175,17 @@ def _vocabulary(checkpoint: Path) -> object:
     return model.get("vocab") if isinstance(model, dict) else None
 
 
-def require_offload(world_size: int, config: RawConfig, *, where: Path) -> None:
+def require_offload(world_size: int, checkpoint: Checkpoint) -> None:
     """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time."""
     if world_size > 1:
         raise RecipeError(
             f"model.offload: cpu, with {world_size} processes; expected one process. Launch with "
             f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
         )
-    method = quant_method(config)
+    method = quant_method(checkpoint.config)
     if method is not None:
         raise CheckpointError(
-            f"{where}: quantised with {method}, while model.offload is cpu; expected plain weights. Write "
+            f"{checkpoint.path}: quantised with {method}, while model.offload is cpu; expected plain weights. Write "
             "model.offload: null, or point model.trunk at the unquantised checkpoint."
         )
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.families import RawConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,12 +35,12 @@ _KEPT = {
 }
 
 
-def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:
-    method = quant_method(config)
+def require_quantizable(quantization: Quantization, checkpoint: Checkpoint) -> None:
+    method = quant_method(checkpoint.config)
     if method is not None:
         raise CheckpointError(
-            f"{where}: quantised with {method} already, while model.quantization is {quantization}; expected plain "
-            "weights. Write model.quantization: null, or point model.trunk at the unquantised checkpoint."
+            f"{checkpoint.path}: quantised with {method} already, while model.quantization is {quantization}; expected "
+            "plain weights. Write model.quantization: null, or point model.trunk at the unquantised checkpoint."
         )
 
 

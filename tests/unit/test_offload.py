@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 
 from adapters import write_adapter
 from checkpoints import save_stripped
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
 from mtp_train.runs.refusals import require_offload
 from mtp_train.runs.trunks import load_run_trunk
@@ -75,8 +75,8 @@ def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:
-    require_offload(1, {}, where=tmp_path)
+    require_offload(1, Checkpoint(tmp_path, {}, None, {}))
     with pytest.raises(RecipeError, match=r"model\.offload: cpu, with 2 processes; expected one process\. Launch with"):
-        require_offload(2, {}, where=tmp_path)
+        require_offload(2, Checkpoint(tmp_path, {}, None, {}))
     with pytest.raises(CheckpointError, match=r"quantised with fp8, while model\.offload is cpu; expected plain"):
-        require_offload(1, {"quantization_config": {"quant_method": "fp8"}}, where=tmp_path)
+        require_offload(1, Checkpoint(tmp_path, {"quantization_config": {"quant_method": "fp8"}}, None, {}))

@@ -205,10 +205,10 @@ def test_packing_documents_changes_no_gradient(
 
 
 def test_a_checkpoint_that_is_quantised_already_is_refused(base: Path) -> None:
-    require_quantizable("8bit", open_checkpoint(base).config, where=base)
+    require_quantizable("8bit", open_checkpoint(base))
     set_fields(base, {"quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(CheckpointError, match=r"quantised with fp8 already, while model\.quantization is 8bit"):
-        require_quantizable("8bit", open_checkpoint(base).config, where=base)
+        require_quantizable("8bit", open_checkpoint(base))
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

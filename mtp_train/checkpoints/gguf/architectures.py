@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from transformers import LlamaConfig
 
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.gguf.record import (
     AT_THE_END,
     BEFORE_FFN,
@@ -43,7 +44,7 @@ from mtp_train.checkpoints.gguf.record import (
 )
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.layouts import weights
-from mtp_train.families.spec import Family, RawConfig
+from mtp_train.families.spec import RawConfig
 from mtp_train.upstream.transformers_private import ROPE_INIT_FUNCTIONS
 
 _SLIDING = "sliding_attention"
@@ -417,12 +418,14 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
 """Text-config model type to its record."""
 
 
-def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
-    """Return the record of a text config's model type; raise an UnsupportedModelError if it has none."""
+def gguf_head_for(checkpoint: Checkpoint) -> GgufHead:
+    """Return the record of a checkpoint's model type; raise an UnsupportedModelError if it has none."""
+    model_type = str(checkpoint.text_config.get("model_type"))
     if model_type not in GGUF_HEADS:
-        reason = family.serving["llama.cpp"].text
+        family = checkpoint.family
         raise UnsupportedModelError(
-            f"{where}: llama.cpp does not draft with a head of {family.title}: {reason}; expected one of "
+            f"{checkpoint.path}: llama.cpp does not draft with a head of {family.title}: "
+            f"{family.serving['llama.cpp'].text}; expected one of "
             f"{', '.join(GGUF_HEADS)}. Export without --gguf, for another engine."
         )
     return GGUF_HEADS[model_type]

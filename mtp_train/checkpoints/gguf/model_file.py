@@ -28,7 +28,7 @@ from torch import Tensor
 from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.export import LinkMode, add_in_place, place_file
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, open_checkpoint
-from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
+from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.record import (
     BEFORE_FFN,
     EMBEDDING_NAME,
@@ -326,7 +326,7 @@ def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> Non
 
 def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
     trunk = open_checkpoint(directory)
-    record = GGUF_HEADS[str(trunk.text_config.get("model_type"))]
+    record = gguf_head_for(trunk)
     layout = HeadLayout(trunk.family, _TRUNK_PREFIX, model.num_layers)
     parameters = {name: ours for ours, name in record.names.items() if isinstance(name, str)}
     tensors = []

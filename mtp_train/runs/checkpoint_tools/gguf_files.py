@@ -149,7 +149,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, progress: Progress) -> _Head:
     diagnosis = diagnose_head(donor)
     if not diagnosis.complete:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
-    record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
+    record = gguf_head_for(donor)
     config = config_of(donor)
     _require_fit(trunk, base, record.arch, int(config["num_hidden_layers"]), int(config["hidden_size"]))
     require_finite_checkpoint(donor, progress)

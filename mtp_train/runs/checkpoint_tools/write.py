@@ -369,7 +369,7 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
     if head.family.kind.has_file:
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
     config = config_of(trunk)
-    record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
+    record = gguf_head_for(trunk)
     tensors = gguf_tensors(trunk, head.head, record, config)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
