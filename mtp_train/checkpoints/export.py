@@ -110,8 +110,7 @@ def write_checkpoint(
             if replacement is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
                 copy_file(replacement, directory / name)
-        for name, document in documents.items():
-            write_json(directory / name, document)
+        _write_documents(directory, documents)
         trunk = [key for key in source.tensors if not source.layout.is_head_key(key)]
         copied = [key for key in trunk if key not in merge.tensors]
         written = open_checkpoint(directory)
@@ -171,8 +170,7 @@ def add_in_place(source: Checkpoint, head: NativeHead) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         write_json(source.path / INDEX_FILE, placed.new_index(source))
-        for name, document in documents.items():
-            write_json(source.path / name, document)
+        _write_documents(source.path, documents)
         if SINGLE_FILE in placed.renames:
             # transformers reads the single file while it exists, and the index after this rename.
             (source.path / SINGLE_FILE).replace(source.path / placed.renames[SINGLE_FILE])
@@ -197,8 +195,12 @@ def write_head_only(source: Checkpoint, head: NativeHead, out: Path) -> None:
             kept = file.parent == source.path and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE
             if kept and file.name not in documents:
                 copy_file(file, directory / file.name)
-        for name, document in documents.items():
-            write_json(directory / name, document)
+        _write_documents(directory, documents)
+
+
+def _write_documents(directory: Path, documents: JsonObject) -> None:
+    for name, document in documents.items():
+        write_json(directory / name, document)
 
 
 class _Placed(NamedTuple):

@@ -27,7 +27,6 @@ from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import PackedBatch, collate, one_row
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.prompt_records import PromptRecord
-from mtp_train.families import Convention
 from mtp_train.heads.head import Head
 from mtp_train.heads.module import MtpHead
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
@@ -233,11 +232,12 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
         before = partial(_shifted, sign, ("embed_norm.weight", "hidden_norm.weight"))
         forms[f"with the norms before its projection {word} one"] = before
         forms[f"with all its norms {word} one"] = partial(_shifted, sign, ("norm.weight",))
-    return {name: partial(_wired, one) for one, name in names.items()} | forms
+    return {name: partial(rewired, "convention", one) for one, name in names.items()} | forms
 
 
-def _wired(convention: Convention, head: MtpHead) -> MtpHead:
-    head.convention = convention
+def rewired(attribute: str, value: Any, head: Any) -> Any:
+    """Replace an attribute of a head, and return the head."""
+    setattr(head, attribute, value)
     return head
 
 

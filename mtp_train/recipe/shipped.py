@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_train.errors import MtpError
-
 _PACKAGE = Path(__file__).parents[1]
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 """The JSON Schema of recipes, for editors."""
@@ -59,18 +57,12 @@ class RecipesResult:
 def recipes() -> RecipesResult:
     """Return the recipes and accelerate files that come with the package.
 
-    Raises:
-        MtpError: The installation lacks them.
-
     Example:
         >>> import mtp_train as mtp
         >>> [one.name for one in mtp.recipes().recipes][:2]
         ['attach_head', 'fastmtp']
     """
-    found = _files(_directory())
-    if not found:
-        raise MtpError(f"{_directory()}: no recipes; expected those of the package. Install mtp-train again.")
-    return RecipesResult(found, _files(_directory() / "accelerate"))
+    return RecipesResult(_files(_directory()), _files(_directory() / "accelerate"))
 
 
 def recipe_names() -> list[str]:

@@ -24,7 +24,7 @@ from mtp_inference.drafters.block_drafter import BlockDrafting
 from mtp_inference.opening import OpenModel
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import load_arm_trunk, local_device
-from mtp_train.evaluation.dense import wirings
+from mtp_train.evaluation.dense import rewired, wirings
 from mtp_train.families import Convention
 from mtp_train.heads.dflash import DFlashHead
 from mtp_train.heads.head import Head
@@ -166,16 +166,11 @@ def known_wirings(trunk: Trunk, head: Any, draft_vocab_R: Tensor | None) -> Wiri
     of_kind = _of_blocks if isinstance(head, DFlashHead) else _of_chains
     changes = of_kind(trunk, head) | _of_layer_ids(trunk, head) | _of_rotary(head) | _of_output(head, draft_vocab_R)
     forms = {} if isinstance(head, DFlashHead) else wirings(head)
-    return {OURS: lambda same: same, **forms, **{name: partial(_with, *change) for name, change in changes.items()}}
+    return {OURS: lambda same: same, **forms, **{name: partial(rewired, *change) for name, change in changes.items()}}
 
 
 Changes = dict[str, tuple[str, Any]]
 """Names of wirings to the attribute of the head that is replaced, and its value."""
-
-
-def _with(name: str, value: Any, head: Any) -> Any:
-    setattr(head, name, value)
-    return head
 
 
 def _of_chains(trunk: Trunk, head: Any) -> Changes:

@@ -97,7 +97,8 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(run, store, answering, rows, on_decoded)
     else:
-        said = _answered_by_server(run, settings, store, answering, on_served, is_shared=is_shared)
+        answer = partial(answer_by_server, run, settings, store, answering, on_served)
+        said = _judged(run, answer, is_shared=is_shared)
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
@@ -110,17 +111,8 @@ def generate_responses(run: Run, settings: RegenerateSpec) -> tuple[list[Documen
     return documents, counts
 
 
-def _answered_by_server(
-    run: Run,
-    settings: RegenerateSpec,
-    store: RegeneratedStore,
-    answering: Answering,
-    on_progress: Callable[[int, int], None],
-    *,
-    is_shared: bool,
-) -> str:
-    """Let the recipe's server answer, judged by the trunk here or by the states of the server that has its layers."""
-    answer = partial(answer_by_server, run, settings, store, answering, on_progress)
+def _judged(run: Run, answer: Callable[[Judge], str], *, is_shared: bool) -> str:
+    """Let a server answer, judged by the trunk here or by the states of the server that has its layers."""
     if run.recipe.train.states is not None and run.held.whole is None:
         texts = [prompt.prompt_ids for prompt in run.inputs.text.prompts]
         with served_judge(run, run.recipe.train.states, texts) as judge:

@@ -178,7 +178,7 @@ def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
     from transformers import core_model_loading
 
     stock = core_model_loading.set_param_for_module
-    pending: dict[str, tuple[Any, set[str]]] = {}
+    pending: _Pending = {}
 
     def set_and_tell(model: Any, name: str, *given: Any) -> None:
         nonlocal pending
@@ -207,9 +207,12 @@ def _mark_as_loaded(layer: Any) -> None:
             module._is_hf_initialized = True
 
 
-def _pending_parameters(model: Any) -> dict[str, tuple[Any, set[str]]]:
-    """Return the names of the parameters in a model's decoder layers, to their layer and its parameters not loaded."""
-    pending: dict[str, tuple[Any, set[str]]] = {}
+_Pending = dict[str, tuple[Any, set[str]]]
+"""Names of parameters in a model's decoder layers, to their layer and its parameters that are not loaded."""
+
+
+def _pending_parameters(model: Any) -> _Pending:
+    pending: _Pending = {}
     layers = model.get_decoder().layers
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for index, layer in enumerate(layers):
