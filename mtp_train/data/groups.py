@@ -85,8 +85,8 @@ def _root(parent_N: Indices, index: int) -> int:
 def _sketches(texts: Sequence[str], shared: Hashes, progress: Progress | None) -> Sketches:
     """Return the MinHash sketch of each text, its values folded to 16 bits, (N, H)."""
     generator = np.random.default_rng(0)
-    factors_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
-    offsets_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
+    factors_H, offsets_H = generator.integers(0, 1 << 32, (2, NUM_HASHES), dtype=np.uint32)
+    factors_H |= np.uint32(1)
     sketches_NH = np.empty((len(texts), NUM_HASHES), dtype=np.uint16)
     shown = texts if progress is None else progress.track(texts, description="looking for near-duplicate prompts")
     for index, text in enumerate(shown):

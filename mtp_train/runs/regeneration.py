@@ -253,7 +253,7 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
     """
     if (directory / COPIED_FILE).is_file():
         return []
-    unanswered: dict[tuple[int, ...], dict[str, Prompt]] = defaultdict(dict)
+    unanswered: _Unanswered = defaultdict(dict)
     for prompt in prompts:
         unanswered[prompt.prompt_ids][prompt.id] = prompt
     matched = [
@@ -275,9 +275,11 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
     ]
 
 
-def _matching(
-    rows: Iterable[RegeneratedRow], unanswered: dict[tuple[int, ...], dict[str, Prompt]]
-) -> Iterator[RegeneratedRow]:
+_Unanswered = dict[tuple[int, ...], dict[str, Prompt]]
+"""Tokens to the prompts of these tokens, by id."""
+
+
+def _matching(rows: Iterable[RegeneratedRow], unanswered: _Unanswered) -> Iterator[RegeneratedRow]:
     """Yield each row for a prompt with its tokens, preferably of its id, and remove that prompt."""
     for row in rows:
         same = unanswered.get(row.prompt_ids)
