@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtp_train.errors import UnsupportedModelError
-
 DEEPEST = 7
 """Largest number of drafts a round, unless a kind has its own."""
 SUGGESTED_DEPTH = 3
@@ -120,12 +118,5 @@ def head_kind_names() -> tuple[str, ...]:
 
 
 def find_head_kind(name: str) -> HeadKind:
-    """Return a kind by its name.
-
-    Raises:
-        UnsupportedModelError: There is no such kind.
-    """
-    found = _KINDS.get(name)
-    if found is None:
-        raise UnsupportedModelError(f"head.kind: {name!r}; expected one of {', '.join(_KINDS)}. Write one of these.")
-    return found
+    """Return the kind with this name; raise a KeyError if there is none."""
+    return _KINDS[name]

@@ -138,8 +138,8 @@ def load_artifact(path: Path) -> Artifact:
             family = described_by(family, written.draft_config)
     except KeyError as error:
         raise CheckpointError(
-            f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
-            "it again."
+            f"{path / HEAD_CONFIG_FILE}: of an unknown family or kind ({error}); expected a head that mtp-train wrote. "
+            "Write it again."
         ) from None
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts

@@ -228,7 +228,8 @@ def of_kind(family: Family, kind: str) -> Family:
     """Return the record of ``family``'s trunk with a head of ``kind``; for ``mtp`` the family's own record.
 
     Raises:
-        UnsupportedModelError: There is no such kind, or heads of it are not supported for the family's trunks.
+        KeyError: There is no such kind.
+        UnsupportedModelError: Heads of it are not supported for the family's trunks.
     """
     found = find_head_kind(kind)
     return found.load_parts().on(family, found)
