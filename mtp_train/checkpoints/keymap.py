@@ -83,6 +83,11 @@ class HeadLayout:
         return None if norm is None else norm.format(trunk=self.trunk_prefix)
 
     @property
+    def final_norm_key(self) -> str:
+        """The native key of the norm after the trunk's last layer."""
+        return f"{self.trunk_prefix}{self.family.trunk.final_norm}.weight"
+
+    @property
     def lm_head_key(self) -> str:
         """The native key of the trunk's lm_head, where it is stored."""
         return self.lm_head_prefix + self.family.keys.lm_head

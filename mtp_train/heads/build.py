@@ -191,7 +191,7 @@ def fresh_plan(
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     _init_random(head, text_config.initializer_range, seed)
     if start == "copy_last_layer" or family.kind.has_file:
-        _init_last_norm(checkpoint, layout, text_config, head)
+        _init_last_norm(checkpoint, text_config, head)
     if start == "copy_last_layer":
         _init_projection(head)
     if family.wiring.own_lm_head:
@@ -232,9 +232,9 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
                 parameter.fill_(1.0)
 
 
-def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: PretrainedConfig, head: MtpHead) -> None:
+def _init_last_norm(checkpoint: Checkpoint, text_config: PretrainedConfig, head: MtpHead) -> None:
     """Start the head's final norm as the trunk's, whose stored weight w multiplies by w or by 1 + w."""
-    key = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
+    key = checkpoint.layout.final_norm_key
     norm = head.module_for(1).final_norm
     if isinstance(norm, nn.Identity) or key not in checkpoint.tensors:
         return

@@ -217,8 +217,11 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
 
     Checkpoints with tied embeddings lack the lm_head, which the loader accepts.
     """
-    norm = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
-    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
+    return {
+        layout.embed_key: "token_embd.weight",
+        layout.final_norm_key: "output_norm.weight",
+        layout.lm_head_key: "output.weight",
+    }
 
 
 def _of_head(trunk: Checkpoint, head: NativeHead, record: GgufHead, config: RawConfig) -> Iterator[PendingTensor]:
