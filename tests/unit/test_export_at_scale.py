@@ -36,6 +36,7 @@ code = main()
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]), file=sys.stderr)
 sys.exit(code)
 """
+BF16_ONE = (0x3F80).to_bytes(2, "little")
 # The widths of a 27B model, and as many of its layers as make up the size.
 LARGE = {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4}
 SIZES: dict[str, tuple[dict[str, int], int, float]] = {
@@ -45,7 +46,7 @@ SIZES: dict[str, tuple[dict[str, int], int, float]] = {
 
 
 def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of bf16 zeros that takes a block on the disk."""
+    """Write a safetensors file of bf16 zeros that takes few blocks on the disk: the first value of a tensor is 1."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, shape in shapes.items():
@@ -56,6 +57,10 @@ def write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     encoded += b" " * (-len(encoded) % 8)
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
     os.truncate(path, 8 + len(encoded) + end)
+    with path.open("r+b") as file:
+        for key in shapes:
+            file.seek(8 + len(encoded) + header[key]["data_offsets"][0])
+            file.write(BF16_ONE)
 
 
 def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, head: bool) -> int:
