@@ -106,7 +106,8 @@ def before_rl(records: Mapping[str, Record]) -> Iterator[dict[str, Any]]:
         trained = {one.loss: record["before_rl"][one.name] for one in BEFORE_RL if "before_rl" in record}
         if trained and (after := measured(record, REFERENCE)) is not None:
             heads = {GRAFT: record[GRAFT], **trained, "after": after}
-            pairs = {f"{loss} - kl": difference(record, heads[loss], trained["kl"], temperature) for loss in heads}
+            others = [head for head in heads if head != REFERENCE.loss]
+            pairs = {f"{one} - kl": difference(record, heads[one], trained["kl"], temperature) for one in others}
             yield {
                 "finetune": name,
                 "temperature": temperature,
