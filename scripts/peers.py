@@ -8,9 +8,8 @@
 
 All train on the answers of the recipe, from the same graft, with equal steps of as many tokens; the last
 tenth of the answers is left to speculators' validation. Our decoder judges, on the recipe's held-out prompts: greedily,
-and at temperature 1 with sampled drafts. A cell's name is its trainer, its loss or the state that the head is trained
-on, and the learning rate. Trained heads and their counts stay in the directory, so the same command resumes an
-interrupted run.
+and at temperature 1 with sampled drafts. A cell's name is its trainer, its loss and the learning rate. Trained heads
+and their counts stay in the directory, so the same command resumes an interrupted run.
 ``recorded_ablation.py peers.json`` compares the cells.
 """
 
@@ -43,8 +42,6 @@ PROGRAMS = Path(__file__).parent / "peers_maker"
 TRAINED = 0.9
 """Share of the answers to train on."""
 OURS = "ours"
-FORMS = {"speculators": "--states", "unsloth": "--loss"}
-"""What differs between the trainings of a peer: an option of its program."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +49,20 @@ class Cell:
     """A training."""
 
     trainer: str
-    """Ours, or a peer."""
-    form: str
-    """Of ours the loss."""
+    """Ours, or a peer, and the states that the head is trained on where they are not those after the final norm."""
+    loss: str
     rate: str
 
     @property
     def name(self) -> str:
-        return f"{self.trainer}-{self.form}-{self.rate}"
+        return f"{self.trainer}-{self.loss}-{self.rate}"
 
 
 TRAINERS = (
-    *((OURS, "kl"), (OURS, "ce"), ("unsloth", "kl_div"), ("unsloth", "ce")),
-    *(("speculators", "after_norm"), ("speculators", "before_norm")),
+    *((OURS, "kl"), (OURS, "ce"), ("unsloth", "kl"), ("unsloth", "ce")),
+    *(("speculators", "ce"), ("speculators_before_norm", "ce")),
 )
-"""Trainers and their forms; the first is the reference."""
+"""Trainers and losses; the first is the reference."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +102,18 @@ class Study:
 
     def _ours(self, cell: Cell, seed: int, directory: Path) -> dict[str, Any]:
         recipe = self.bench.run.recipe
-        changes = {"seed": seed, "objective.loss": cell.form, "train.lr": float(cell.rate)}
+        changes = {"seed": seed, "objective.loss": cell.loss, "train.lr": float(cell.rate)}
         started = time.process_time()
         self.bench.train(recipe.replaced(changes), self.texts[: int(len(self.texts) * TRAINED)], directory)
         return {"cpu_seconds": round(time.process_time() - started, 1)}
 
     def _peer(self, cell: Cell, seed: int, directory: Path) -> dict[str, Any]:
         train = self.bench.run.recipe.train
+        peer, _, states = cell.trainer.partition("_")
+        own = {"unsloth": ("--loss", cell.loss), "speculators": ("--states", states or "after_norm")}
+        flag, value = own[peer]
         settings = {
-            FORMS[cell.trainer]: cell.form,
+            flag: value,
             "--lr": cell.rate,
             "--steps": train.max_steps,
             "--tokens": train.tokens_per_step,
@@ -124,7 +123,7 @@ class Study:
         }
         flags = [str(one) for pair in settings.items() for one in pair]
         places = [self.out / "texts.json", self.verifier, directory]
-        python, program = self.environments / cell.trainer / "bin" / "python", PROGRAMS / f"train_{cell.trainer}.py"
+        python, program = self.environments / peer / "bin" / "python", PROGRAMS / f"train_{peer}.py"
         printed = subprocess.run([python, program, *places, *flags], check=True, stdout=subprocess.PIPE, text=True)
         return dict(json.loads(printed.stdout.splitlines()[-1]))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train a native MTP head with unsloth's own head, loss, batches and trainer, on a CPU.
 
-    python train_unsloth.py texts.json VERIFIER OUT --loss kl_div --lr 1e-3 --steps 100 --tokens 3072
+    python train_unsloth.py texts.json VERIFIER OUT --loss kl --lr 1e-3 --steps 100 --tokens 3072
 
 Runs in unsloth's environment, unpatched, in fp32. A step has as many texts as are that many tokens long on average.
 """
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth.models.speculative import MTPTrainingArguments, UnslothMTPTrainer, get_mtp_head
 
 NO_TARGET = -100
+LOSSES = {"ce": "ce", "kl": "kl_div"}
 
 
 def as_row(text: dict[str, Any]) -> dict[str, list[int]]:
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("verifier", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--loss", choices=("ce", "kl_div", "tv", "lk_hybrid"), default="ce")
+    parser.add_argument("--loss", choices=LOSSES, default="ce")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="of a step")
@@ -54,7 +55,7 @@ def main() -> None:
         per_device_train_batch_size=round(options.tokens / statistics.fmean(len(one["input_ids"]) for one in texts)),
         learning_rate=options.lr,
         mtp_num_steps=options.depth,
-        mtp_loss_type=options.loss,
+        mtp_loss_type=LOSSES[options.loss],
         seed=options.seed,
         use_cpu=True,
         save_strategy="no",
