@@ -249,7 +249,7 @@ def beside_plain(alike: Sequence[Served]) -> list[Served]:
 
 def _beside(cell: Cell, arm: MeasuredArm, plain: MeasuredArm) -> Cell:
     """Return a server's cell with its speed over that of another server; every prompt was timed."""
-    if cell.head is None:
+    if arm is plain:
         return replace(cell, speedup=1.0)
     counts = paired(
         *(
@@ -259,7 +259,7 @@ def _beside(cell: Cell, arm: MeasuredArm, plain: MeasuredArm) -> Cell:
     )
     found = _figures_against_plain(Pair(*counts, *counts))
     if not cell.depth:
-        # Rounds are not known.
+        # It does not draft, or its rounds are not known.
         found.pop("break_even_tau", None)
     return replace(cell, **found)
 

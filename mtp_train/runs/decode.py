@@ -360,8 +360,9 @@ def compare(
         arms: For each arm ``[NAME=]TRUNK[+HEAD]`` or ``[NAME=]RUN``: a checkpoint with its own head, a trunk and what
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
             Or ``NAME=http://host:port``: servers of one trunk that run at the same time, or in place of an address the
-            directory of a finished evaluation of a server, with the same settings. Of two, the gate's rule judges the
-            second against the first (``report.gate``).
+            directory of a finished evaluation of a server, with the same settings. They take turns, and have a speedup
+            over the first one without drafts, if there is one. Of two, the gate's rule judges the second against the
+            first (``report.gate``).
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for that of the first other arm, else

@@ -100,6 +100,16 @@ def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any
     assert {(one.first, one.second) for one in report.comparisons} == {("a", "b"), ("a", "c"), ("b", "c")}
 
 
+def test_speeds_are_over_that_of_the_first_server_without_drafts(compare: Callable[..., Any], out: Path) -> None:
+    compare(llama(2), llama(-1), llama(-1, ms_per_token=2.0), names=("drafts", "plain", "another"))
+    arms = load_report(out / "report.json").arms
+    # Prefill takes a millisecond.
+    slower = (1 + NEW_TOKENS) / (1 + 2 * NEW_TOKENS)
+    found = [arms[name].speedup for name in ("drafts", "plain", "another")]
+    assert found == pytest.approx([1.0, 1.0, slower])
+    assert [one.pays for one in arms.values()] == ["neither", None, None]
+
+
 def test_servers_are_measured_at_several_loads_and_the_first_decides(compare: Callable[..., Any], out: Path) -> None:
     code, _ = compare(llama(0), llama(2), more=("--concurrency", "1", "4"))
     report = load_report(out / "report.json")
