@@ -84,6 +84,10 @@ ELSEWHERE = {
     "mtp-train export {} --head-only --out {}": (
         "unit/test_gguf_fit.py::test_the_head_of_a_gguf_file_is_exported_by_the_command_that_is_named"
     ),
+    "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither; ask vLLM "
+    "for one answer at a time first: --concurrency 1 4.": (
+        "unit/test_study_endpoint.py::test_requests_side_by_side_have_a_speed_though_no_counts"
+    ),
     "Add --chat.": "e2e/test_template_variables.py::test_generate_writes_the_prompt_with_the_variables",
     "mtp-train graft {} --from BASE --out {}": "unit/test_gguf_model.py::test_a_head_of_a_checkpoint_joins_its_trunk",
 }
