@@ -61,6 +61,13 @@ class SpecCounts:
             accepted_per_pos=per_pos,
         )
 
+    def rounds_of(self, tokens: int, prompts: int = 1) -> int:
+        """Return the rounds in which the new tokens of prompts were made, those without drafts too.
+
+        vLLM counts only rounds with drafts, which an n-gram lookup has not in every round.
+        """
+        return max(self.rounds, tokens - prompts - self.accepted_tokens)
+
     @property
     def depth(self) -> int:
         """The most drafts per round, at least the mean rounded up."""

@@ -103,7 +103,7 @@ class ServedRecord(PromptRecord):
         reached = told.accepted_per_pos or (told.accepted_tokens,)
         return replace(
             super().counts(depth),
-            rounds=told.rounds if depth else self.num_tokens - 1,
+            rounds=told.rounds_of(self.num_tokens),
             num_draft_tokens=told.draft_tokens,
             accepted_per_pos=(*reached, *[0] * depth)[:depth],
             new_tokens=self.num_tokens,
@@ -301,8 +301,9 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None) -> Cell:
     if drafts is None:
         if counted is None or not counted.rounds:
             return replace(cell, tau=None, rounds=None)
-        mean = 1 + counted.accepted_tokens / counted.rounds
-        return replace(cell, tau=mean, rounds=counted.rounds, accepted_tokens=counted.accepted_tokens)
+        rounds = counted.rounds_of(cell.new_tokens, cell.prompts or 0)
+        mean = 1 + counted.accepted_tokens / rounds
+        return replace(cell, tau=mean, rounds=rounds, accepted_tokens=counted.accepted_tokens)
     if asked.drafts is not None and asked.drafts.accepted_per_pos is None:
         return replace(cell, marginal=None, marginal_ci95=None, conditional=None)
     return cell

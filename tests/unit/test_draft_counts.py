@@ -104,3 +104,11 @@ def test_counts_are_pooled() -> None:
     silent = SpecCounts(rounds=2, draft_tokens=4, accepted_tokens=1, accepted_per_pos=None)
     pooled = EXPECTED + silent
     assert (pooled.accepted_per_pos, pooled.rounds) == (None, 11)
+
+
+def test_rounds_without_drafts_are_rounds_too() -> None:
+    # The first of eleven tokens is prefill's, three are accepted drafts, and each of the others ended a round.
+    assert SpecCounts(rounds=2, accepted_tokens=3).rounds_of(11) == 7
+    # Two of the accepted drafts are behind the end of the text.
+    assert SpecCounts(rounds=4, accepted_tokens=8).rounds_of(11) == 4
+    assert SpecCounts().rounds_of(22, prompts=2) == 20
