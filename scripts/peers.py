@@ -2,6 +2,7 @@
 """Train a native head with other trainers on the same answers, and compare acceptance.
 
     python -m venv runs/speculators && runs/speculators/bin/pip install speculators==0.9.0
+    runs/speculators/bin/pip uninstall --yes torchvision torchaudio
     python -m venv runs/unsloth && runs/unsloth/bin/pip install unsloth==2026.10.9
     python scripts/peers.py recipes/retrain_head.yaml --environments runs --out runs/peers evaluate.prompts=96 \
         train.precision=fp32

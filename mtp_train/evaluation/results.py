@@ -75,7 +75,7 @@ class ArmResult(Exact):
     speedup_ci95: Interval | None = None
     break_even_tau: float | None = None
     """Tau at which this arm is as fast as plain decoding: the time of a round over that of a plain one, prefill
-    excluded. None for plain decoding."""
+    excluded, except of servers that do not time it. None for plain decoding."""
     rounds: int | None = None
     """Decoding rounds, all prompts together."""
     prompts: int | None = None

@@ -339,7 +339,7 @@ def _turn(
     failed: dict[int, str] = {}
     first = counters = _counters(endpoint) if counts else {}
     started = endpoint.clock()
-    for number, (answer, seconds) in endpoint.answers(requests, timed):
+    for number, (answer, taken) in endpoint.answers(requests, timed):
         gained = None
         if counts and endpoint.concurrency == 1:
             # The next request is sent after this.
@@ -348,7 +348,7 @@ def _turn(
         if isinstance(answer, Refusal):
             failed[number] = answer.reason
         else:
-            records[number] = _record(prompts[number], answer, gained, seconds)
+            records[number] = _record(prompts[number], answer, gained, taken)
         tick()
     seconds = endpoint.clock() - started
     generated, counted = 0, None

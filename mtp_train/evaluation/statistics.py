@@ -251,12 +251,12 @@ def _beside(cell: Cell, arm: MeasuredArm, plain: MeasuredArm) -> Cell:
     """Return a server's cell with its speed over that of another server; every prompt was timed."""
     if arm is plain:
         return replace(cell, speedup=1.0)
-    counts = paired(
-        *(
-            [one.counts(setting.depth) for one in of.decoded.get(setting, ()) if cell.task in (ALL_TASKS, one.task)]
-            for of, setting in ((arm, cell.setting), (plain, cell.setting.plain))
-        )
-    )
+
+    def of_task(records: Sequence[PromptRecord], depth: int) -> list[PromptCounts]:
+        return [one.counts(depth) for one in records if cell.task in (ALL_TASKS, one.task)]
+
+    own, others = arm.decoded[cell.setting], plain.decoded.get(cell.setting.plain, ())
+    counts = paired(of_task(own, cell.depth), of_task(others, 0))
     found = _figures_against_plain(Pair(*counts, *counts))
     if not cell.depth:
         # It does not draft, or its rounds are not known.

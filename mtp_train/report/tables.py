@@ -136,9 +136,10 @@ def task_matrices(report: Report) -> dict[str, TextTable]:
 
     At the headline setting; of a server that makes another number of drafts, at its own.
     """
-    depth = report.headline.depth if report.headline else 0
+    if report.headline is None or len(report.tasks) < 2:
+        return {}
     settings = {
-        arm: cells.get(depth, next(iter(cells.values()))).setting
+        arm: cells.get(report.headline.depth, next(iter(cells.values()))).setting
         for arm in report.drafting
         if (cells := report.by_depth(arm))
     }
@@ -150,7 +151,7 @@ def task_matrices(report: Report) -> dict[str, TextTable]:
     found = {}
     for title, show in shown.items():
         rows = []
-        for task in report.tasks if len(report.tasks) > 1 else ():
+        for task in report.tasks:
             places = [report.by_place.get((arm, task, setting)) for arm, setting in settings.items()]
             rows.append((task, *("-" if cell is None else show(cell) for cell in places)))
         if any({*row[1:]} != {"-"} for row in rows):

@@ -196,10 +196,9 @@ class Study:
             if cell.name not in self.record.setdefault("cells", {}):
                 self.record["cells"][cell.name] = {**asdict(cell), **self._cell(cell)}
                 self.save()
-        missing = [one for one in BEFORE_RL if one.name not in self.record.get("before_rl", {})]
-        if self.name in AFTER_RL and missing:
+        if self.name in AFTER_RL and "before_rl" not in self.record:
             before = self if self.name == SAME else Study(self.place, SAME, self.console)
-            self.record.setdefault("before_rl", {}).update({one.name: self._of(before, one) for one in missing})
+            self.record["before_rl"] = {one.name: self._measured(before.trained(one)) for one in BEFORE_RL}
             self.save()
 
     def save(self) -> None:
@@ -210,32 +209,28 @@ class Study:
         return [one for one in self.bench.texts[text] if is_kept(one)]
 
     def _cell(self, cell: Cell) -> dict[str, Any]:
-        text, started = self.text(cell), time.process_time()
-        self._train(cell, text)
+        # A text may have to be written first.
+        documents, started = len(self.text(cell)), time.process_time()
+        directory = self.trained(cell)
         seconds = time.process_time() - started
-        return {**self._of(self, cell), "documents": len(text), "train_cpu_seconds": round(seconds)}
+        return {**self._measured(directory), "documents": documents, "train_cpu_seconds": round(seconds)}
 
-    def _train(self, cell: Cell, text: Sequence[Document]) -> Path:
-        """Return where a cell's head is, after training unless it is there."""
+    def trained(self, cell: Cell) -> Path:
+        """Return the directory of a cell's head, which is trained unless it is there."""
         directory = self.place.work / self.name / cell.name
         recipe = self.bench.run.recipe
         rate = lr_choice(recipe, self.bench.trunk.lm_head_VD.shape[1]).value
         changes = {"seed": cell.seed, "objective.loss": cell.loss, "train.lr": rate * cell.rate}
-        self.bench.train(recipe.replaced(changes), text, directory)
+        self.bench.train(recipe.replaced(changes), self.text(cell), directory)
         return directory
-
-    def _of(self, other: Study, cell: Cell) -> dict[str, Any]:
-        """Measure a cell's head that was trained for this fine-tune, or for another one."""
-        found = self._measured(other._train(cell, other.text(cell)))
-        self.console.print(
-            f"{self.name} {cell.name} of {other.name}: "
-            + ", ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found["counts"].items())
-        )
-        return found
 
     def _measured(self, directory: Path | None) -> dict[str, Any]:
         """Return a head's counts of every held-out prompt, and its scores on the texts that no head is trained on."""
         counts = self.bench.measure(directory)
+        head = "graft" if directory is None else directory.relative_to(self.place.work)
+        self.console.print(
+            f"{self.name}, {head}: " + ", ".join(f"T={t} tau {tau(found):.3f}" for t, found in counts.items())
+        )
         return {
             "counts": counts,
             "scores": {text: scores(self.bench, directory, self.kept(text)) for text in (OWN, CORPUS)},

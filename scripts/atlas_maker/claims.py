@@ -72,13 +72,13 @@ def measured(record: Record, cell: Cell | None) -> Record | None:
 
 def gain(record: Record, first: Cell, second: Cell | None, temperature: str) -> Difference | None:
     """Return the gain in tau of one cell over another of a fine-tune; None where one of them has not been run."""
-    both = measured(record, first), measured(record, second)
-    return None if None in both else difference(record, *both, temperature)
+    one, other = measured(record, first), measured(record, second)
+    return None if one is None or other is None else difference(record, one, other, temperature)
 
 
-def difference(record: Record, first: Record | None, second: Record | None, temperature: str) -> Difference:
+def difference(record: Record, first: Record, second: Record, temperature: str) -> Difference:
     """Return the gain in tau of one measured head of a fine-tune over another."""
-    counts = (found["counts"][temperature] for found in (first, second) if found is not None)
+    counts = (found["counts"][temperature] for found in (first, second))
     return tau_difference(*(prompt_counts(one, enumerate(record["groups"])) for one in counts))
 
 
@@ -102,18 +102,18 @@ def before_rl(records: Mapping[str, Record]) -> Iterator[dict[str, Any]]:
 
     Beside its own head, and one that was trained for the changed trunk by KL.
     """
-    for (name, record), temperature in itertools.product(records.items(), TEMPERATURES):
-        trained = {one.loss: record["before_rl"][one.name] for one in BEFORE_RL if "before_rl" in record}
-        if trained and (after := measured(record, REFERENCE)) is not None:
-            heads = {GRAFT: record[GRAFT], **trained, "after": after}
-            others = [head for head in heads if head != REFERENCE.loss]
-            pairs = {f"{one} - kl": difference(record, heads[one], trained["kl"], temperature) for one in others}
-            yield {
-                "finetune": name,
-                "temperature": temperature,
-                "tau": {head: tau(found["counts"][temperature]) for head, found in heads.items()},
-                "differences": {pair: [one.value, *(one.ci95 or ())] for pair, one in pairs.items()},
-            }
+    known = {name: record for name, record in records.items() if "before_rl" in record}
+    for (name, record), temperature in itertools.product(known.items(), TEMPERATURES):
+        trained = {one.loss: record["before_rl"][one.name] for one in BEFORE_RL}
+        heads = {GRAFT: record[GRAFT], **trained, "after": record["cells"][REFERENCE.name]}
+        others = [head for head in heads if head != REFERENCE.loss]
+        pairs = {f"{one} - kl": difference(record, heads[one], trained["kl"], temperature) for one in others}
+        yield {
+            "finetune": name,
+            "temperature": temperature,
+            "tau": {head: tau(found["counts"][temperature]) for head, found in heads.items()},
+            "differences": {pair: [one.value, *(one.ci95 or ())] for pair, one in pairs.items()},
+        }
 
 
 def over_seeds(records: Mapping[str, Record]) -> dict[str, list[float]]:

@@ -10,9 +10,7 @@ them to speculators (``before_norm``), or after the final norm, as engines give 
 
 from __future__ import annotations
 
-import argparse
 import json
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from speculators.models.mtp.data import shift_batch_mtp
 from speculators.models.utils import get_verifier_config
 from speculators.train.dataloader import create_train_val_loaders
 from speculators.train.trainer import Trainer, TrainerConfig
+from training import print_cost, training_parser
 from transformers import AutoModelForCausalLM
 
 DTYPE = torch.float32
@@ -61,17 +60,8 @@ def write_states(texts: list[dict[str, Any]], verifier: Path, data: Path, states
 
 def main() -> None:
     """Train, write the verifier with the trained head, and print the seconds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("verifier", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = training_parser(__doc__)
     parser.add_argument("--states", choices=("before_norm", "after_norm"), default="before_norm")
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True, help="of a step")
-    parser.add_argument("--share", type=float, required=True, help="of the texts to train on; validates on the others")
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True)
@@ -117,8 +107,7 @@ def main() -> None:
     seconds = time.process_time() - started
     epochs = [int(one.name) for one in (options.out / "checkpoints").iterdir() if one.name.isdigit()]
     stitch(options.out / "checkpoints" / str(max(epochs)), options.verifier, options.out / "stitched")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"cpu_seconds": round(seconds, 1), "peak_mib": round(peak), **vars(options)}, default=str))
+    print_cost(options, seconds)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ Runs in unsloth's environment, unpatched, in fp32. A step has as many texts as a
 
 from __future__ import annotations
 
-import argparse
 import json
-import resource
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from training import print_cost, training_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth.models.speculative import MTPTrainingArguments, UnslothMTPTrainer, get_mtp_head
 
@@ -32,17 +30,8 @@ def as_row(text: dict[str, Any]) -> dict[str, list[int]]:
 
 def main() -> None:
     """Train, write the verifier with the trained head, and print the seconds as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("verifier", type=Path)
-    parser.add_argument("out", type=Path)
+    parser = training_parser(__doc__)
     parser.add_argument("--loss", choices=LOSSES, default="ce")
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True, help="of a step")
-    parser.add_argument("--share", type=float, required=True, help="of the texts to train on")
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     texts = json.loads(options.texts.read_text())
@@ -73,8 +62,7 @@ def main() -> None:
     seconds = time.process_time() - started
     model.save_pretrained(options.out / "stitched")
     tokenizer.save_pretrained(options.out / "stitched")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"cpu_seconds": round(seconds, 1), "peak_mib": round(peak), **vars(options)}, default=str))
+    print_cost(options, seconds)
 
 
 if __name__ == "__main__":
