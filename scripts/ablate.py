@@ -31,6 +31,7 @@ from mtp_inference.sampling.distributions import Sampling
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.writing import write_json
+from mtp_train.data.records import has_response
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.heads.build import drafting_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
@@ -135,8 +136,8 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     own = data_stage(run)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in run.inputs.text.prompts}
-    kept = [record for record in records if record.id in answered]
-    corpus, _ = tokenize_records(kept, run.inputs.tokenizer, recipe.data.seq_len_tokens)
+    kept = [record for record in records if record.id in answered and has_response(record.content)]
+    corpus = tokenize_records(kept, run.inputs.tokenizer, recipe.data.seq_len_tokens)[0] if kept else []
     return Bench(run, decoding_trunk(run), {"self": own, "corpus": corpus})
 
 
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         graft = stored(out / "start.json", lambda: bench.measure(None))
         for seed, cell in progress.track(list(itertools.product(range(arguments.seeds), cells)), description="cells"):
             directory = out / f"{cell.name}-{seed}"
-            bench.train(cell.recipe(recipe, seed), bench.texts[cell.text], directory)
+            bench.train(cell.recipe(bench.run.recipe, seed), bench.texts[cell.text], directory)
             found[cell.name].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
             done = "  ".join(f"T={t} tau {tau(counts):.3f}" for t, counts in found[cell.name][-1].items())
             console.print(f"{directory.name}: {done}")

@@ -53,7 +53,7 @@ ASKED = (
 )
 TUNED, CORPUS = "tuned", "corpus.jsonl"
 TUNED_ON = "torch torch.nn torch.nn.functional torch.linalg torch.optim torch.distributions torch.utils.data numpy"
-PAGES, PAGE_TOKENS, STUDY_STEPS = 400, 512, 150
+PAGES, PAGE_TOKENS = 400, 512
 COMMANDS = "commands.jsonl"
 FIGURES = (
     *("arm", "task", "temperature", "rule", "context_tokens", "depth", "prompts", "groups"),
@@ -66,6 +66,13 @@ STARTS = {
 }
 SIZES = ["data.regenerate.max_new_tokens=160", "train.tokens_per_step=4096", "evaluate.prompts=24"]
 WAYS = ["train.hidden_cache={}", "train.select={every_steps: 25}"]
+VANILLA, DISTILLED, ANSWERED, HELD_OUT_OF_STUDY = "vanilla", "distilled", "answered.jsonl", 0.1
+STUDY = [
+    *("head.kind=eagle3", f"data.holdout={HELD_OUT_OF_STUDY}", "gate.enabled=false"),
+    *("train.tokens_per_step=4096", "train.max_steps=75", "train.save_steps=75", "train.micro_batch_sequences=1"),
+    *("train.lr=7e-4", "evaluate.arms=[graft, retrained]", "evaluate.prompts=128", "evaluate.max_new_tokens=64"),
+    *("data.regenerate.max_new_tokens=160", "data.regenerate.max_prompts=800"),
+]
 
 
 def trunk(options: argparse.Namespace) -> None:
@@ -213,39 +220,52 @@ def finetune(options: argparse.Namespace) -> None:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Retrain the EAGLE-3 head for the fine-tune, and measure all heads on the same held-out prompts.
+    """Train the EAGLE-3 head further, for its own trunk and for the fine-tune: as many steps, three seeds.
 
-    By KL and by CE on the fine-tune's own answers, with two seeds, by CE on the text that it was trained on, and, as a
-    control, as many steps more on the old model's answers.
+    For the fine-tune by KL and by CE, on its own answers and on the old trunk's. Print the record, for
+    ``recorded_ablation.py``.
     """
-    tuned = options.out / TUNED
-    old = options.out / "eagle3"
-    recipe = options.out / "study.yaml"
-    if not recipe.exists():
-        mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
-    fewer = "data.regenerate.max_prompts=800"
-    own = [fewer, f"data.responses={options.out / 'kl'}"]
-    runs = {
-        "kl": [fewer],
-        "ce": [*own, "objective.loss=ce"],
-        "corpus": [f"data.sources=[{{path: {options.out / CORPUS}}}]", "data.regenerate=null", "objective.loss=ce"],
-        "control": [f"model.trunk={options.model}", f"data.responses={old}"],
-        "kl_seed_1": [*own, "seed=1"],
-        "ce_seed_1": [*own, "seed=1", "objective.loss=ce"],
+    old, answered = options.out / "eagle3", options.out / ANSWERED
+    answered.write_text("".join(json.dumps(row) + "\n" for row in with_answers(options, old)), encoding="utf-8")
+    for name, trunk, losses, texts, fields in (
+        (VANILLA, options.model, "kl", "self", [f"data.responses={old}"]),
+        (DISTILLED, options.out / TUNED, "kl,ce", "self,corpus", []),
+    ):
+        cells = ["--losses", losses, "--texts", texts, "--unrolls", "exact", "--out", options.out / name]
+        shared = [f"model.trunk={trunk}", f"model.head_from={old}", f"data.sources.0.path={answered}"]
+        cached = f"train.hidden_cache.directory={options.out / 'hidden'}"
+        run(options.out, "scripts/ablate.py", "retrain_head", *cells, *shared, *STUDY, cached, *fields, *options.fields)
+    print(json.dumps(both_trunks(options.out)).replace(str(options.out), "OUT"))
+
+
+def with_answers(options: argparse.Namespace, run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the prompts that a run answered, with its answers, and the prompts that it held out."""
+    from transformers import AutoTokenizer
+
+    from mtp_train.data.groups import is_held_out
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    answers = {
+        int(row["id"].rpartition("#")[2]): tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        for path in answer_files(run)
+        for row in rows_of(path)
     }
-    start = ["head.kind=eagle3", "head.init=graft", f"model.head_from={old}", "gate.enabled=false", *WAYS]
-    start += ["evaluate.arms=[graft, retrained]"]
-    sizes = ["train.tokens_per_step=4096", f"train.max_steps={STUDY_STEPS}"]
-    for name, fields in runs.items():
-        answers = [] if name == "corpus" else ["data.regenerate.max_new_tokens=160"]
-        run = [f"run_dir={options.out / name}", *start, *sizes, *answers, *fields, *options.fields]
-        mtp_train(options.out, "run", recipe, *run)
-    heads = {"stale": old, **{name: options.out / name for name in runs}}
-    arms = [f"vanilla={options.model}+{old / 'head'}", f"vanilla_longer={options.model}+{options.out / 'control/head'}"]
-    arms += [f"{name}={tuned}+{run / 'head'}" for name, run in heads.items()]
-    where = ["--suite", options.out / HELD_OUT_PROMPTS, "--out", options.out / "compare-study"]
-    grid = ["--depths", "3", "--temperatures", "0", "--prompts-per-task", "50", "--max-new-tokens", "64"]
-    mtp_train(options.out, "compare", *arms, *where, *grid)
+    for number, row in enumerate(rows_of(options.out / PROMPTS), start=1):
+        if number in answers:
+            yield {**row, "messages": [*row["messages"], {"role": "assistant", "content": answers[number]}]}
+        elif is_held_out(row["group"], HELD_OUT_OF_STUDY, 0):
+            yield row
+
+
+def both_trunks(out: Path) -> dict[str, Any]:
+    """Return the record of the fine-tune's cells with those of the old trunk, and both trunks' heads at the start."""
+    vanilla, distilled = (json.loads((out / name / "ablation.json").read_text()) for name in (VANILLA, DISTILLED))
+    seeds = distilled["seeds"]
+    for name, trunk in (("before", VANILLA), ("stale", DISTILLED)):
+        start = json.loads((out / trunk / "start.json").read_text())
+        distilled["counts"][f"{name}-exact-kl"] = {one: [counts] * seeds for one, counts in start.items()}
+    distilled["counts"]["vanilla-exact-kl"] = vanilla["counts"]["self-exact-kl"]
+    return {**distilled, "vanilla": {name: vanilla[name] for name in ("recipe", "targets")}}
 
 
 def record(options: argparse.Namespace) -> None:
@@ -318,14 +338,18 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> Non
 
 
 def mtp_train(out: Path, *words: object) -> None:
-    """Run a documented command, and write down its time; a gate that refuses is a result."""
-    line = ["mtp-train", *map(str, words)]
-    print("+", shlex.join(line), flush=True)
+    run(out, "-m", "mtp_train", *words)
+
+
+def run(out: Path, *words: object) -> None:
+    """Run Python as documented, and write down its time; a gate that refuses is a result."""
+    line = shlex.join(["python", *map(str, words)]).replace("python -m mtp_train", "mtp-train")
+    print("+", line, flush=True)
     before = os.times()
-    code = subprocess.run([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT, check=False).returncode
+    code = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=False).returncode
     after = os.times()
     done = {
-        "command": shlex.join(line),
+        "command": line,
         "exit_status": code,
         "seconds": round(after.elapsed - before.elapsed),
         "cpu_seconds": round(sum(after[2:4]) - sum(before[2:4])),

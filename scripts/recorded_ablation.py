@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mtp_train.acceptance.counts import PromptCounts, tau
-from mtp_train.acceptance.intervals import Spread, holm, tau_difference, two_sided_p
+from mtp_train.acceptance.intervals import Difference, Spread, holm, tau_difference, two_sided_p
 from mtp_train.checkpoints.files import read_json
 
 LEVEL = 0.05
@@ -44,6 +44,13 @@ def p_value(gain: float, spread: Spread | None) -> float | None:
     return two_sided_p(gain / spread.error, spread.freedom)
 
 
+def seeded_difference(first: Sequence[Sequence[PromptCounts]], second: Sequence[Sequence[PromptCounts]]) -> Difference:
+    """Return the difference in tau of two cells with the same seeds and prompts; it has the spread over both."""
+    difference = tau_difference(pooled(first), pooled(second))
+    spread = over_seeds([tau(a) - tau(b) for a, b in zip(first, second, strict=True)])
+    return difference._replace(spread=None if difference.spread is None else difference.spread.plus(spread))
+
+
 def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the gain of every contrast of a record, with its p-value, and whether it survives the correction."""
     counts = document["counts"]
@@ -57,10 +64,7 @@ def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
             if other == cell or other not in counts:
                 continue
             for temperature in counts[cell]:
-                own_seeds, other_seeds = (_prompts(counts[one][temperature], groups) for one in (cell, other))
-                difference = tau_difference(pooled(own_seeds), pooled(other_seeds))
-                gains = [tau(a) - tau(b) for a, b in zip(own_seeds, other_seeds, strict=True)]
-                spread = None if difference.spread is None else difference.spread.plus(over_seeds(gains))
+                difference = seeded_difference(*(seeds_of(counts[one][temperature], groups) for one in (cell, other)))
                 found.append(
                     {
                         "cell": cell,
@@ -68,15 +72,15 @@ def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
                         "axis": name,
                         "temperature": float(temperature),
                         "gain": difference.value,
-                        "gain_ci95": None if spread is None else spread.interval(difference.value, LEVEL),
-                        "p_value": p_value(difference.value, spread),
+                        "gain_ci95": difference.ci95,
+                        "p_value": p_value(difference.value, difference.spread),
                     }
                 )
     survives = holm([one["p_value"] for one in found], LEVEL)
     return [{**one, "survives": fell} for one, fell in zip(found, survives, strict=True)]
 
 
-def _prompts(seeds: Sequence[Sequence[Sequence[int]]], groups: Mapping[str, str]) -> list[list[PromptCounts]]:
+def seeds_of(seeds: Sequence[Sequence[Sequence[int]]], groups: Mapping[str, str]) -> list[list[PromptCounts]]:
     """Return the counts of each seed's prompts, whose groups are by their names."""
     return [prompt_counts(prompts, groups.items()) for prompts in seeds]
 
@@ -109,7 +113,7 @@ def tables(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> s
     lines, counts = [], document["counts"]
     temperatures = sorted({one for of_cell in counts.values() for one in of_cell}, key=float)
     for cell, of_cell in counts.items():
-        taus = (tau(pooled(_prompts(of_cell[one], document["groups"]))) for one in temperatures)
+        taus = (tau(pooled(seeds_of(of_cell[one], document["groups"]))) for one in temperatures)
         lines.append("| " + " | ".join([*cell.split("-"), *(f"{value:.2f}" for value in taus)]) + " |")
     lines.append("")
     by_pair: dict[tuple[str, str, str], list[str]] = {}
