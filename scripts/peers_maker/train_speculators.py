@@ -1,17 +1,21 @@
 #!/usr/bin/env python
-"""Train a native MTP head with speculators' own model, loss, batches, optimizer and schedule, on a CPU.
+"""Train a head with speculators' own model, loss, batches, optimizer and schedule, on a CPU.
 
     python train_speculators.py texts.json VERIFIER OUT --lr 1e-3 --steps 100 --tokens 3072 --states before_norm
+    python train_speculators.py texts.json VERIFIER OUT --lr 7e-4 --steps 100 --tokens 2048 --draft-vocab 8192
 
-Runs in speculators' environment. Its trainer moves tensors to the number of a GPU, and waits for it; here it trains on
-the CPU, in fp32. The verifier's states are transformers' and not a server's: of the last layer, as vLLM's server gives
-them to speculators (``before_norm``), or after the final norm, as engines give them to the head.
+The verifier's native MTP head, or with ``--draft-vocab`` a new EAGLE-3 head. Runs in speculators' environment. Its
+trainer moves tensors to the number of a GPU, and waits for it; here it trains on the CPU, in fp32. The verifier's
+states are transformers' and not a server's: of the last layer, as vLLM's server gives them to speculators
+(``before_norm``), or after the final norm, as engines give them to an MTP head. EAGLE-3 reads three further layers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,15 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from speculators.cli.stitch import stitch
+from speculators.models.eagle3.core import Eagle3DraftModel
+from speculators.models.eagle3.data import shift_batch
 from speculators.models.mtp.core import MTPDraftModel
 from speculators.models.mtp.data import shift_batch_mtp
 from speculators.models.utils import get_verifier_config
+from speculators.train.cli import create_transformer_layer_config
 from speculators.train.dataloader import create_train_val_loaders
 from speculators.train.trainer import Trainer, TrainerConfig
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from training import print_cost, training_parser
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +45,50 @@ class CpuTrainer(Trainer):
     device_type = property(lambda self: "cpu", lambda self, _name: None)
 
 
+def mtp_model(options: argparse.Namespace) -> MTPDraftModel:
+    """Return the verifier's native head."""
+    config = get_verifier_config(str(options.verifier))
+    place = str(options.verifier)
+    return MTPDraftModel.from_training_args(config, num_speculative_steps=options.depth, verifier_name_or_path=place)
+
+
+def eagle3_model(options: argparse.Namespace, texts: list[dict[str, Any]]) -> Eagle3DraftModel:
+    """Return a new EAGLE-3 head with speculators' defaults, which drafts the answers' most frequent tokens."""
+    layer = create_transformer_layer_config(
+        verifier_name_or_path=str(options.verifier),
+        num_layers=1,
+        draft_arch="llama",
+        hidden_act="silu",
+        sliding_window=2048,
+        full_attention_indices=[0],
+    )
+    answers = Counter(
+        token
+        for text in texts
+        for token, is_answer in zip(text["input_ids"], text["loss_mask"], strict=True)
+        if is_answer
+    )
+    d2t, t2d = build_vocab_mappings_from_distribution(dict(answers), options.draft_vocab, layer.vocab_size)
+    return Eagle3DraftModel.from_training_args(
+        layer,
+        t2d,
+        d2t,
+        draft_vocab_size=options.draft_vocab,
+        norm_before_residual=True,
+        ttt_steps=options.depth,
+        verifier_name_or_path=str(options.verifier),
+        # Its default needs a GPU to train.
+        draft_attn_impl="sdpa",
+    )
+
+
 @torch.inference_mode()
-def write_states(texts: list[dict[str, Any]], verifier: Path, data: Path, states: str) -> None:
-    """Write texts and the verifier's states in the files of ``speculators prepare-data`` and of its server."""
+def write_states(texts: list[dict[str, Any]], verifier: Path, data: Path, states: str, layers: list[int]) -> None:
+    """Write texts and the verifier's states in the files of ``speculators prepare-data`` and of its server.
+
+    Args:
+        layers: Layers whose inputs are written before the last states.
+    """
     model = AutoModelForCausalLM.from_pretrained(verifier, dtype=DTYPE).eval()
     rows = [{**text, "seq_len": len(text["input_ids"])} for text in texts]
     Dataset.from_list(rows).with_format("torch").save_to_disk(data)
@@ -52,25 +101,30 @@ def write_states(texts: list[dict[str, Any]], verifier: Path, data: Path, states
     (data / "hidden_states").mkdir()
     for number, text in enumerate(texts):
         ids_T = torch.tensor(text["input_ids"])
-        model(ids_T[None], logits_to_keep=1)
-        states_T1D = seen[states][0][:, None].contiguous()
+        inputs = model(ids_T[None], logits_to_keep=1, output_hidden_states=True).hidden_states
+        states_TLD = torch.stack([*(inputs[layer][0] for layer in layers), seen[states][0]], dim=1)
         file = data / "hidden_states" / f"hs_{number}.safetensors"
-        save_file({"token_ids": ids_T, "hidden_states": states_T1D}, file)
+        save_file({"token_ids": ids_T, "hidden_states": states_TLD}, file)
 
 
 def main() -> None:
-    """Train, write the verifier with the trained head, and print the seconds as JSON."""
+    """Train, write the verifier with the trained head or the new head, and print the seconds as JSON."""
     parser = training_parser(__doc__)
     parser.add_argument("--states", choices=("before_norm", "after_norm"), default="before_norm")
+    parser.add_argument("--draft-vocab", type=int, help="train a new EAGLE-3 head that drafts so many tokens")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True)
     texts = json.loads(options.texts.read_text())
-    write_states(texts, options.verifier, options.out / "data", options.states)
-    config = get_verifier_config(str(options.verifier))
-    model = MTPDraftModel.from_training_args(
-        config, num_speculative_steps=options.depth, verifier_name_or_path=str(options.verifier)
-    )
+    if options.draft_vocab:
+        model, preprocess = eagle3_model(options, texts), shift_batch
+        # Its default implementation of the loss needs a GPU.
+        loss = {"loss_fn": "kl_div", "loss_implementation": "eager", "ttt_step_loss_decay": 1.0}
+        layers, steps = model.target_layer_ids, {**loss, "ttt_steps": options.depth}
+    else:
+        model, preprocess = mtp_model(options), shift_batch_mtp
+        layers, steps = [], {"num_speculative_steps": options.depth}
+    write_states(texts, options.verifier, options.out / "data", options.states, layers)
     loaders = create_train_val_loaders(
         data_path=str(options.out / "data"),
         total_seq_len=options.tokens,
@@ -82,15 +136,15 @@ def main() -> None:
         max_retries=0,
         generation_validation_retries=0,
         max_consecutive_generation_failures=1,
-        hidden_size=config.hidden_size,
-        num_target_layers=1,
+        hidden_size=get_verifier_config(str(options.verifier)).hidden_size,
+        num_target_layers=len(layers) or 1,
         num_workers=0,
         prefetch_factor=0,
-        preprocess=shift_batch_mtp,
+        preprocess=preprocess,
         train_data_ratio=options.share,
         seed=options.seed,
     )
-    kwargs = MTPDraftModel.get_trainer_kwargs(num_speculative_steps=options.depth)
+    kwargs = type(model).get_trainer_kwargs(**steps)
     settings = TrainerConfig(
         lr=options.lr,
         num_epochs=-(-options.steps // len(loaders[0])),
@@ -106,7 +160,11 @@ def main() -> None:
     CpuTrainer(model, settings, *loaders).run_training()
     seconds = time.process_time() - started
     epochs = [int(one.name) for one in (options.out / "checkpoints").iterdir() if one.name.isdigit()]
-    stitch(options.out / "checkpoints" / str(max(epochs)), options.verifier, options.out / "stitched")
+    trained = options.out / "checkpoints" / str(max(epochs))
+    if options.draft_vocab:
+        trained.rename(options.out / "draft")
+    else:
+        stitch(trained, options.verifier, options.out / "stitched")
     print_cost(options, seconds)
 
 
