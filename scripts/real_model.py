@@ -259,13 +259,15 @@ def with_answers(options: argparse.Namespace, run: Path) -> Iterator[dict[str, A
 
 def both_trunks(out: Path) -> dict[str, Any]:
     """Return the record of the fine-tune's cells with those of the old trunk, and both trunks' heads at the start."""
+    from recorded_ablation import contrasts
+
     vanilla, distilled = (json.loads((out / name / "ablation.json").read_text()) for name in (VANILLA, DISTILLED))
     seeds = distilled["seeds"]
     for name, trunk in (("before", VANILLA), ("stale", DISTILLED)):
         start = json.loads((out / trunk / "start.json").read_text())
         distilled["counts"][f"{name}-exact-kl"] = {one: [counts] * seeds for one, counts in start.items()}
     distilled["counts"]["vanilla-exact-kl"] = vanilla["counts"]["self-exact-kl"]
-    return {**distilled, "vanilla": {name: vanilla[name] for name in ("recipe", "targets")}}
+    return {**distilled, "contrasts": contrasts(distilled), VANILLA: {"recipe": vanilla["recipe"]}}
 
 
 def record(options: argparse.Namespace) -> None:
