@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from compiled_regions import Kernel, Regions
+from cpu import Row, documents
 from gpu import random_model
-from steps import Row
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -52,9 +53,7 @@ from mtp_inference.capture import round_up
 from mtp_inference.compiled_layers import CompiledLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.round import prefill, run_round
-from mtp_train.data.pack import PackedBatch
 from mtp_train.heads import experts
-from mtp_train.runs.run_directory import environment_facts
 from mtp_train.train import head_training
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk import states
@@ -316,10 +315,8 @@ def count_step(model: SpeculativeDecoder, tokens: int, eager: bool = False) -> C
     trunk, head = model.trunk, model.drafting.head.float().requires_grad_(True)
     counting = Counting(trunk.causal_lm.get_output_embeddings(), eager)
     groups = [[Segment(row, 0, SEQ_LEN) for row in range(tokens // SEQ_LEN)]]
-    shape = (tokens // SEQ_LEN, SEQ_LEN)
-    ids_BT = torch.zeros(shape, dtype=torch.long, device=META)
     micro = MicroBatch(
-        PackedBatch(ids_BT, torch.arange(SEQ_LEN, device=META).expand(shape), ids_BT, ids_BT == 0),
+        documents(tokens, SEQ_LEN, len(trunk.lm_head_VD), META),
         torch.ones(DEPTH, device=META),
         groups,
         used_N=torch.arange(tokens, device=META),
@@ -371,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "round_3_drafts": count_round(model, DEPTH, options.eager).row(),
         "step": count_step(model, options.train_tokens, options.eager).row(),
     }
-    print(json.dumps({"settings": {**vars(options), **environment_facts()}, **found}))
+    settings = {**vars(options), "torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"settings": settings, **found}))
 
 
 if __name__ == "__main__":

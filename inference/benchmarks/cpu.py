@@ -9,33 +9,63 @@ Arms of a cell (dtype, batch) decode the same prompts greedily, to a fixed lengt
 time is the CPU time of the process from the second token on. Ratios are taken within a repeat. The last line of the
 output is one JSON document.
 
-Shapes: B rows, T tokens.
+Shapes: B rows, T tokens, K depths, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from steps import Row, Steps, now
+import transformers
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.opening import prompt_tokens
+from mtp_train.data.pack import PackedBatch
 from mtp_train.evaluation.suites import content_text, load_suite
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.runs.run_directory import environment_facts
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.states import TrunkStates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Texts = list[tuple[int, ...]]
 Arm = Callable[[Sequence[Sequence[int]], int], Texts]
 """Decodes prompts of one length to a number of new tokens, and returns these."""
+Row = dict[str, Any]
+
+
+def now(device: torch.device) -> float:
+    """Return a time in seconds: on a CPU the CPU time of this process, which others change little."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def machine() -> Row:
+    """Return the names and versions that figures depend on."""
+    listed, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if listed.is_file():
+        lines = listed.read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return {
+        "processor": name,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase | None, suite: str, length: int, count: int) -> list[list[int]]:
@@ -135,6 +165,67 @@ def paired(slower: Sequence[float], faster: Sequence[float]) -> Row:
     return {"median": round(median(ratios), 3), "least": round(min(ratios), 3), "most": round(max(ratios), 3)}
 
 
+ATTENTION = [operation for operation in flop_registry if "attention" in str(operation)]
+"""Not counted: torch before 2.13 refuses grouped heads here, and not every kernel is registered."""
+
+
+def documents(tokens: int, seq_len: int, vocab_size: int, device: torch.device) -> PackedBatch:
+    """Return rows of random tokens, each one document."""
+    shape = (tokens // seq_len, seq_len)
+    return PackedBatch(
+        torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device),
+        torch.arange(seq_len, device=device).expand(shape),
+        torch.zeros(shape, dtype=torch.long, device=device),
+        torch.ones(shape, dtype=torch.bool, device=device),
+    )
+
+
+def training_step(
+    trunk: Trunk, drafting: HeadDrafting, dtype: torch.dtype, *, tokens: int, seq_len: int, depth: int, repeats: int
+) -> Row:
+    """Time a whole step of head training (trunk, head, loss, backward, AdamW) on random tokens.
+
+    Args:
+        trunk: The trunk, in any dtype.
+        drafting: The head; converted to fp32, as heads are trained.
+        dtype: Dtype of the matrix products.
+        tokens: Tokens of the step, a multiple of ``seq_len``.
+        seq_len: T.
+        depth: K.
+        repeats: Timed steps, after one that is not counted.
+    """
+    device = trunk.lm_head_VD.device
+    batch = documents(tokens, seq_len, len(trunk.lm_head_VD), device)
+    head = drafting.head.float().requires_grad_(True)
+    module = HeadTraining(
+        TrunkStates(trunk), head, num_depths=depth, kind="kl", temperature=1.0, compute_dtype=dtype
+    ).train()
+    optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-6)
+    scale_K = torch.full((depth,), 1 / tokens, device=device)
+
+    def step() -> float:
+        total = module(MicroBatch(batch, scale_K)).total
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total.detach())
+
+    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(ATTENTION, lambda *_, **__: 0)) as counter:
+        loss = step()
+    taken = []
+    for _ in range(repeats):
+        started = now(device)
+        step()
+        taken.append(now(device) - started)
+    return {
+        "loss": round(loss, 4),
+        "seconds": round(median(taken), 4),
+        "tokens_per_second": round(tokens / median(taken), 1),
+        "tflop": round(counter.get_total_flops() / 1e12, 4),
+        "tflop_per_second": round(counter.get_total_flops() / 1e12 / median(taken), 4),
+    }
+
+
 def measure(options: argparse.Namespace, dtype: str) -> tuple[list[Row], Row | None]:
     """Return the rows of all batches in a dtype, and the training step; None for a drafter that is not trained."""
     device = torch.device("cpu")
@@ -154,7 +245,8 @@ def measure(options: argparse.Namespace, dtype: str) -> tuple[list[Row], Row | N
         print(*rows[-len(arms) :], sep="\n", flush=True)
     if not isinstance(loaded.drafting, HeadDrafting):
         return rows, None
-    step = Steps(trunk, loaded.drafting, options, options.depth, DTYPES[dtype], packed=False).timed()
+    sizes = {"tokens": options.train_tokens, "seq_len": options.seq_len, "depth": options.depth}
+    step = training_step(trunk, loaded.drafting, DTYPES[dtype], **sizes, repeats=options.repeats)
     print({"dtype": dtype, "training step": step}, flush=True)
     return rows, step
 
@@ -194,7 +286,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all cells; print each as it is done, and everything as JSON in the last line."""
     options = parse(argv)
-    settings = {**vars(options), **environment_facts()}
+    settings = {**vars(options), **machine()}
     print(settings, flush=True)
     decoding: list[Row] = []
     training: dict[str, Row | None] = {}

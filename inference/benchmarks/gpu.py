@@ -30,16 +30,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu import prompts_of
-from gpu_kernels import machine, profiled, streamed
-from steps import Row, Steps, offloaded, uncompiled
+from cpu import Row, machine, prompts_of, training_step
+from gpu_kernels import machine as machine_cells
+from gpu_kernels import peak_bytes, profiled, streamed
+from gpu_training import Steps, offloaded, uncompiled
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.families.registry import family_for
 from mtp_train.heads.module import MtpHead
-from mtp_train.runs.run_directory import environment_facts
 from mtp_train.trunk.load import Trunk
 
 DEPTHS = (0, 3)
@@ -128,14 +128,14 @@ class Bench:
 
     def train(self) -> Row:
         """Time one step of head training, in bf16."""
-        found = self.steps(packed=False).timed()
+        model = self.model
+        sizes = {"tokens": self.options.train_tokens, "seq_len": self.options.seq_len}
+        found = training_step(
+            model.trunk, model.drafting, torch.bfloat16, **sizes, depth=max(DEPTHS), repeats=self.options.repeats
+        )
         # The step leaves the head in fp32.
         del self.model
-        return found
-
-    def steps(self, *, packed: bool) -> Steps:
-        """Return the steps of a run of the model."""
-        return Steps(self.model.trunk, self.model.drafting, self.options, max(DEPTHS), packed=packed)
+        return {**found, "peak_bytes": peak_bytes(self.device)}
 
     def published(self) -> Row:
         """Return cells that repeat ``decode`` and ``train`` three times."""
@@ -145,7 +145,7 @@ class Bench:
         """Return versions, and cells of what the device can do at best, with products of the model's shape."""
         path = self.options.config or resolve(self.options.model)
         text = AutoConfig.from_pretrained(path).get_text_config()
-        return machine(self.device, text.hidden_size, text.vocab_size)
+        return machine_cells(self.device, text.hidden_size, text.vocab_size)
 
     def decoder(self, depth: int, max_batch: int) -> SpeculativeDecoder:
         """Return a decoder of the model at a depth, which ends no text early."""
@@ -177,15 +177,25 @@ class Bench:
 
     def step(self) -> Row:
         """Return cells for the step of a run, for each change of it, and for the hidden cache."""
-        self.work = tempfile.TemporaryDirectory()
-        return self.steps(packed=True).cells(Path(self.work.name))
+        model, self.work = self.model, tempfile.TemporaryDirectory()
+        sizes = {"tokens": self.options.train_tokens, "seq_len": self.options.seq_len, "repeats": self.options.repeats}
+        return Steps(model.trunk, model.drafting, **sizes, depth=max(DEPTHS)).cells(Path(self.work.name))
 
     def offload(self) -> Row:
         """Time a forward pass whose layers are loaded from main memory."""
         return offloaded(self.model.trunk, self.device, self.options.seq_len)
 
 
-PARTS = ("decode", "train", "published", "machine", "profile", "contexts", "step", "offload")
+PARTS: dict[str, Callable[[Bench], Row]] = {
+    "decode": Bench.decode,
+    "train": Bench.train,
+    "published": Bench.published,
+    "machine": Bench.machine,
+    "profile": Bench.profile,
+    "contexts": Bench.contexts,
+    "step": Bench.step,
+    "offload": Bench.offload,
+}
 
 
 def attempt(call: Callable[[], Row]) -> Row:
@@ -218,10 +228,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--parts: {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch detects no GPU; expected one. Run on a machine with a GPU and a torch built for it.")
-    settings = {**vars(options), **environment_facts()}
+    settings = {**vars(options), **machine()}
+    if options.device == "cuda":
+        settings |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "hip": torch.version.hip}
     found: dict[str, Row] = {}
     for part in options.parts.split(","):
-        cells = found[part] = attempt(getattr(Bench(options), part))
+        cells = found[part] = attempt(partial(PARTS[part], Bench(options)))
         # Printed after each cell: what was measured before a time limit is in the last line.
         for name in list(cells) or [""]:
             if callable(cells.get(name)):

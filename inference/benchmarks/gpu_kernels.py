@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from steps import Row, now, peak_bytes
+from cpu import Row, now
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,6 +27,11 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     for _ in range(10):
         call()
     return (now(device) - started) / 10
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most memory of tensors since the cell began; None on a CPU."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
 
 def machine(device: torch.device, width: int, vocab_size: int) -> Row:

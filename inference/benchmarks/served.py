@@ -14,11 +14,11 @@ import math
 from pathlib import Path
 from statistics import fmean, stdev
 
-from mtp_train.acceptance.intervals import Spread, holm, two_sided_p
+from mtp_train.acceptance.intervals import holm, t_quantile, two_sided_p
 
 RECORD = Path(__file__).with_name("served.json")
 PAIRS = (("stale", "none"), ("retrained", "none"), ("retrained1", "none"), ("retrained", "stale"))
-CLIENTS, LEVEL = (1, 4), 0.05
+CLIENTS = (1, 4)
 
 
 def main() -> None:
@@ -31,12 +31,12 @@ def main() -> None:
                 blocks = [one["arms"] for one in record[engine]["blocks"]]
                 rates = [[block[f"{name}@{clients}"]["tokens_per_second"] for name in (arm, base)] for block in blocks]
                 logarithms = [math.log(first / second) for first, second in rates]
-                mean, freedom = fmean(logarithms), len(logarithms) - 1
-                spread = Spread(stdev(logarithms) / math.sqrt(len(logarithms)), freedom)
-                speed = [round(math.exp(one), 2) for one in (mean, *spread.interval(mean, LEVEL))]
+                mean, error = fmean(logarithms), stdev(logarithms) / math.sqrt(len(logarithms))
+                margin = t_quantile(len(logarithms) - 1) * error
+                speed = [round(math.exp(one), 2) for one in (mean, mean - margin, mean + margin)]
                 rows.append({"engine": engine, "clients": clients, "arm": arm, "against": base, "speed": speed})
-                p_values.append(two_sided_p(mean / spread.error, freedom))
-    survives = holm(p_values, LEVEL)
+                p_values.append(two_sided_p(mean / error, len(logarithms) - 1))
+    survives = holm(p_values, 0.05)
     print(json.dumps([{**row, "holm": one} for row, one in zip(rows, survives, strict=True)]))
 
 

@@ -1,8 +1,7 @@
-"""Time head training as runs do it: steps over random documents, the hidden cache, and offloaded layers."""
+"""Parts of ``gpu.py`` for head training as runs do it: steps over packed documents, the hidden cache, and offload."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -11,11 +10,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
+from cpu import Row, now
+from gpu_kernels import peak_bytes
 
 from mtp_inference import HeadDrafting
 from mtp_train.data.pack import pack_documents
@@ -33,20 +33,6 @@ from mtp_train.trunk.states import States, TrunkStates
 from mtp_train.upstream import compiled
 
 CHUNK_ROWS = (384, 768, 1536)
-Row = dict[str, Any]
-
-
-def now(device: torch.device) -> float:
-    """Return a time in seconds: on a CPU the CPU time of this process, which others change little."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the most memory of tensors since the cell began; None on a CPU."""
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
 
 class EnoughError(Exception):
@@ -75,54 +61,44 @@ def patches(trunk: Trunk) -> dict[str, list[AbstractContextManager[object]]]:
 
 
 class Steps:
-    """Steps of a run over documents of random tokens.
+    """Steps of a run over packed documents of random tokens.
 
     Args:
-        trunk: The trunk, in any dtype.
-        drafting: The head; converted to fp32, as heads are trained.
-        options: ``train_tokens`` of a step, ``seq_len``, and ``repeats``: timed steps, after one that is not counted.
-        depth: Depths of the loss.
-        dtype: Dtype of the matrix products.
-        packed: Whether a row has several documents; else it is one.
+        tokens: Tokens of a step.
+        seq_len: T.
+        depth: K.
+        repeats: Timed steps, after one that is not counted.
     """
 
     def __init__(
-        self,
-        trunk: Trunk,
-        drafting: HeadDrafting,
-        options: argparse.Namespace,
-        depth: int,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        packed: bool,
+        self, trunk: Trunk, drafting: HeadDrafting, *, tokens: int, seq_len: int, depth: int, repeats: int
     ) -> None:
         self.trunk, self.head = trunk, drafting.head.float().requires_grad_(True)
-        self.repeats, tokens, seq_len = options.repeats, options.train_tokens, options.seq_len
+        self.repeats = repeats
         self.device, rows = trunk.lm_head_VD.device, tokens // seq_len
         self.plan = make_plan(
-            max_steps=self.repeats + 2,
+            max_steps=repeats + 2,
             tokens_per_step=tokens,
             seq_len_tokens=seq_len,
             micro_batch_sequences=rows,
             world_size=1,
         )
         draw = torch.Generator().manual_seed(0)
-        lengths = [seq_len] * rows
-        if packed:
-            lengths = torch.randint(seq_len // 16 + 4, seq_len // 2, (16 * rows,), generator=draw).tolist()
         self.documents = []
-        for number, length in enumerate(lengths):
+        for number, length in enumerate(
+            torch.randint(seq_len // 16 + 4, seq_len // 2, (16 * rows,), generator=draw).tolist()
+        ):
             drawn = torch.randint(len(trunk.lm_head_VD), (length,), generator=draw).tolist()
             self.documents.append(Document(drawn, [True] * length, str(number), str(number)))
         self.sequences = pack_documents(self.documents, seq_len, pack=True, seed=0, epoch=0)[:rows]
-        self.settings = {"num_depths": depth, "compute_dtype": dtype}
+        self.settings = {"num_depths": depth, "compute_dtype": torch.bfloat16}
 
     def timed(self, states: States | None = None) -> Row:
         """Return the median time of a step, and the peak memory beside what ``mtp-train check`` plans."""
         ended = []
 
         def on_step(done: int) -> None:
-            ended.append(now(self.device))
+            ended.append(time.perf_counter())
             if done > self.repeats:
                 raise EnoughError
 
@@ -177,9 +153,7 @@ class Steps:
             "as shipped": self.timed,
             **{name: partial(self.changed, change) for name, change in patches(self.trunk).items()},
             "hidden cache, written": build,
-            "step from the hidden cache": partial(
-                self.timed, CachedStates(self.trunk, cache, self.settings["compute_dtype"])
-            ),
+            "step from the hidden cache": partial(self.timed, CachedStates(self.trunk, cache)),
         }
 
 
