@@ -153,7 +153,7 @@ class Steps:
             "as shipped": self.timed,
             **{name: partial(self.changed, change) for name, change in patches(self.trunk).items()},
             "hidden cache, written": build,
-            "step from the hidden cache": partial(self.timed, CachedStates(self.trunk, cache)),
+            "step from the hidden cache": partial(self.timed, CachedStates(self.trunk, cache, torch.bfloat16)),
         }
 
 

@@ -106,7 +106,7 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=dtype).eval()
         drafting = HeadDrafting(head)
     trunk = decoding_trunk(run)
-    _, drafted = measure(run, trunk, {arm: drafting}, [(arm, setting)])
+    _, drafted = measure(run, trunk, {arm: drafting}, [setting])
     result = make_cell(drafted, setting).result
     # A table has no distribution to measure the entropy of the text with, which is the other arms'.
     recording.target_entropy = result.target_entropy or recording.target_entropy

@@ -83,8 +83,8 @@ def less(against: str, temperature: float) -> str:
     return f"{Figure(sign * found['gain'], (low, high))}{' *' * found['survives']}"
 
 
-def tau_over_seeds(cell: str, temperature: str) -> str:
-    seeds = [prompt_counts(one, STUDY["groups"].items()) for one in STUDY["counts"][cell][temperature]]
+def tau_over_seeds(cell: str, temperature: str, record: Any = STUDY) -> str:
+    seeds = [prompt_counts(one, STUDY["groups"].items()) for one in record["counts"][cell][temperature]]
     return shown(counted_tau(pooled(seeds)))
 
 
@@ -193,6 +193,9 @@ def claims_of_the_study() -> Iterator[str]:
     yield "| less | greedy | temperature 1 |"
     for name in ("stale", f"vanilla, {more} steps longer", "CE, the same answers", "KL, the old trunk's answers"):
         yield f"| {name} | {less(rows[name], 0.0)} | {less(rows[name], 1.0)} |"
+    longer = STUDY["more_steps"]
+    taus = " and ".join(tau_over_seeds(OWN_KL, one, longer) for one in ("0", "1"))
+    yield f"{longer['steps']} steps (`study train.max_steps={longer['steps']}`, one seed) get to {taus}"
     yield f"**{more} steps win back"
 
 
