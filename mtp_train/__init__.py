@@ -15,56 +15,58 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtp_train.checkpoints.demo import DemoResult as DemoResult
-    from mtp_train.checkpoints.demo import demo as demo
-    from mtp_train.checkpoints.demo import demo_path as demo_path
-    from mtp_train.errors import ChangedInputError as ChangedInputError
-    from mtp_train.errors import CheckpointError as CheckpointError
-    from mtp_train.errors import DataError as DataError
-    from mtp_train.errors import FullDiskError as FullDiskError
-    from mtp_train.errors import GateRefusedError as GateRefusedError
-    from mtp_train.errors import LostProcessError as LostProcessError
-    from mtp_train.errors import MtpError as MtpError
-    from mtp_train.errors import OutOfMemoryError as OutOfMemoryError
-    from mtp_train.errors import OutputExistsError as OutputExistsError
-    from mtp_train.errors import RecipeError as RecipeError
-    from mtp_train.errors import StoppedError as StoppedError
-    from mtp_train.errors import TrainingError as TrainingError
-    from mtp_train.errors import UnsupportedModelError as UnsupportedModelError
+    from mtp_train.checkpoints.demo import DemoResult as DemoResult, demo as demo, demo_path as demo_path
+    from mtp_train.errors import (
+        ChangedInputError as ChangedInputError,
+        CheckpointError as CheckpointError,
+        DataError as DataError,
+        FullDiskError as FullDiskError,
+        GateRefusedError as GateRefusedError,
+        LostProcessError as LostProcessError,
+        MtpError as MtpError,
+        OutOfMemoryError as OutOfMemoryError,
+        OutputExistsError as OutputExistsError,
+        RecipeError as RecipeError,
+        StoppedError as StoppedError,
+        TrainingError as TrainingError,
+        UnsupportedModelError as UnsupportedModelError,
+    )
     from mtp_train.evaluation.grid import EvaluationGrid as EvaluationGrid
     from mtp_train.evaluation.results import Report as Report
-    from mtp_train.hooks.keep_head import KeepHead as KeepHead
-    from mtp_train.hooks.keep_head import keep_head as keep_head
+    from mtp_train.hooks.keep_head import KeepHead as KeepHead, keep_head as keep_head
     from mtp_train.hooks.train_beside import train_head_beside as train_head_beside
-    from mtp_train.recipe.shipped import RecipesResult as RecipesResult
-    from mtp_train.recipe.shipped import recipes as recipes
-    from mtp_train.runs.check import CheckResult as CheckResult
-    from mtp_train.runs.check import check as check
-    from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection
-    from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
-    from mtp_train.runs.checkpoint_tools.write import WriteResult as WriteResult
-    from mtp_train.runs.checkpoint_tools.write import export as export
-    from mtp_train.runs.checkpoint_tools.write import graft as graft
-    from mtp_train.runs.checkpoint_tools.write import merge as merge
-    from mtp_train.runs.decode import EvaluationResult as EvaluationResult
-    from mtp_train.runs.decode import GenerateResult as GenerateResult
-    from mtp_train.runs.decode import compare as compare
-    from mtp_train.runs.decode import converse as converse
-    from mtp_train.runs.decode import evaluate as evaluate
-    from mtp_train.runs.decode import generate as generate
-    from mtp_train.runs.engine_counts import CountsResult as CountsResult
-    from mtp_train.runs.engine_counts import probe_endpoint as probe_endpoint
-    from mtp_train.runs.engine_drafts import DraftsResult as DraftsResult
-    from mtp_train.runs.engine_drafts import probe_drafts as probe_drafts
-    from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
-    from mtp_train.runs.pipeline import RunResult as RunResult
-    from mtp_train.runs.pipeline import open_report as open_report
-    from mtp_train.runs.pipeline import regenerate as regenerate
-    from mtp_train.runs.pipeline import run as run
-    from mtp_train.runs.rescue import ProbeResult as ProbeResult
-    from mtp_train.runs.rescue import RescueResult as RescueResult
-    from mtp_train.runs.rescue import probe as probe
-    from mtp_train.runs.rescue import rescue as rescue
+    from mtp_train.recipe.shipped import RecipesResult as RecipesResult, recipes as recipes
+    from mtp_train.runs.check import CheckResult as CheckResult, check as check
+    from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection, inspect as inspect
+    from mtp_train.runs.checkpoint_tools.write import (
+        WriteResult as WriteResult,
+        export as export,
+        graft as graft,
+        merge as merge,
+    )
+    from mtp_train.runs.decode import (
+        EvaluationResult as EvaluationResult,
+        GenerateResult as GenerateResult,
+        compare as compare,
+        converse as converse,
+        evaluate as evaluate,
+        generate as generate,
+    )
+    from mtp_train.runs.engine_counts import CountsResult as CountsResult, probe_endpoint as probe_endpoint
+    from mtp_train.runs.engine_drafts import DraftsResult as DraftsResult, probe_drafts as probe_drafts
+    from mtp_train.runs.pipeline import (
+        RegenerateResult as RegenerateResult,
+        RunResult as RunResult,
+        open_report as open_report,
+        regenerate as regenerate,
+        run as run,
+    )
+    from mtp_train.runs.rescue import (
+        ProbeResult as ProbeResult,
+        RescueResult as RescueResult,
+        probe as probe,
+        rescue as rescue,
+    )
     from mtp_train.runs.write_recipe import write_recipe as write_recipe
 
 __version__ = "0.1.0"

@@ -22,9 +22,7 @@ from mtp_train.heads.module import Chaining, MtpHead
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import isolated_hidden
-from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW
-from tiny_configs import VOCAB_SIZE as VOCAB_SIZE
-from tiny_configs import tiny_config
+from tiny_configs import SLIDING_WINDOW as SLIDING_WINDOW, VOCAB_SIZE as VOCAB_SIZE, tiny_config
 
 IS_OLD = Version(transformers.__version__) < Version("5.23")
 """Whether transformers is older than the one that most figures of the tests are of."""

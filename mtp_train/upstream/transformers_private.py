@@ -22,15 +22,14 @@ from transformers import masking_utils
 
 # A replaced convolution gets its activation as a name, which only this table resolves.
 from transformers.activations import ACT2FN as ACT2FN
-
-# Layers with an indexer write their indexer keys to a cache layer of this class.
-from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
-
-# DynamicCache builds it from a config; only its class states which layers slide, and by how much.
-from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
-
-# Recurrent layers read their state from a cache layer of this class.
-from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.cache_utils import (
+    # Layers with an indexer write their indexer keys to a cache layer of this class.
+    DynamicIndexedLayer as DynamicIndexedLayer,
+    # DynamicCache builds it from a config; only its class states which layers slide, and by how much.
+    DynamicSlidingWindowLayer as DynamicSlidingWindowLayer,
+    # Recurrent layers read their state from a cache layer of this class.
+    LinearAttentionLayer as LinearAttentionLayer,
+)
 
 # The registry of functions for a mixture's experts has no public name.
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS

@@ -25,8 +25,7 @@ from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, OutputExistsError, StoppedError
 from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs import pipeline
-from mtp_train.runs import run as run_module
+from mtp_train.runs import pipeline, run as run_module
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from runs import LEARNS, Capture, copy_run, run_command, tiny_recipe, tree
 

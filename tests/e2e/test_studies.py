@@ -21,8 +21,7 @@ from mtp_train.evaluation import run as evaluation
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs import decode, pipeline
-from mtp_train.runs import study as stages
+from mtp_train.runs import decode, pipeline, study as stages
 from mtp_train.runs.study import CLAIM
 from openai_server import openai_server
 from repository import REPOSITORY

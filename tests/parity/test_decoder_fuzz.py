@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 
 import mtp_inference.sampling.chooser
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare

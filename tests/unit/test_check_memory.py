@@ -13,8 +13,7 @@ from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import check as check_module
-from mtp_train.runs import resolve
+from mtp_train.runs import check as check_module, resolve
 from mtp_train.runs.resolve import Lengths, ModelFacts, TextFacts
 from mtp_train.train import machine
 from mtp_train.train.machine import Device, device_named

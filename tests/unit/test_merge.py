@@ -31,8 +31,7 @@ from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
-from runs import BYTE_VOCAB_SIZE, Capture, document, paste, run_command, tree
-from runs import refusal as refusal_of
+from runs import BYTE_VOCAB_SIZE, Capture, document, paste, refusal as refusal_of, run_command, tree
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
 LINEAR = ["q_proj", "up_proj", "in_proj_qkv"]

@@ -13,8 +13,7 @@ import pytest
 import torch
 from test_head_difference import SINGLE_NAMES as LAYERS
 from test_packed_heads import METHODS, Pack, int4, nf4, pack_projections
-from test_quantised import FP8 as IN_BLOCKS
-from test_quantised import head_layers, quantisation, quantise
+from test_quantised import FP8 as IN_BLOCKS, head_layers, quantisation, quantise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -8,8 +8,7 @@ import pytest
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.evaluation.results import ALL_TASKS, Report
-from mtp_train.report.wording import difference_words, headline, setting_words
-from mtp_train.report.wording import serving_sentences as serving
+from mtp_train.report.wording import difference_words, headline, serving_sentences as serving, setting_words
 from report_samples import EMPTY, PASSED, SAMPLE, at_depths
 from study_samples import BARE, HEADLINE, STUDY
 

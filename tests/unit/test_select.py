@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from test_training import NUM_DEPTHS, SEQ_LEN, run_training, training_module
-from test_training import recipe as recipe_of_training
+from test_training import NUM_DEPTHS, SEQ_LEN, recipe as recipe_of_training, run_training, training_module
 from torch import Tensor
 
 from checkpoints import same

@@ -19,8 +19,7 @@ from mtp_train.runs.study import (
     comparison_of,
     find,
 )
-from study_samples import HEADLINE, make_cell
-from study_samples import STUDY as SAMPLE
+from study_samples import HEADLINE, STUDY as SAMPLE, make_cell
 
 STUDY = StudySection(objectives=("kl", "ce"), margin=0.05)
 KL, CE = "retrained-kl", "retrained-ce"

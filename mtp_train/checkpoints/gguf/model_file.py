@@ -19,8 +19,7 @@ from typing import Any
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType as Stored
-from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
+from gguf import GGMLQuantizationType as Stored, GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from huggingface_hub import constants
 from rich.progress import Progress
 from torch import Tensor

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Stored
-from gguf import ReaderTensor
+from gguf import GGMLQuantizationType as Stored, ReaderTensor
 from rich.progress import Progress
 from torch import Tensor
 
