@@ -70,7 +70,7 @@ class OpenModel:
     @property
     def most_drafts(self) -> int:
         """Largest number of drafts per round of this kind of drafter."""
-        return MAX_DEPTH if self.plan is None else self.plan.family.kind.deepest
+        return MAX_DEPTH if self.plan is None else self.plan.kind.deepest
 
     @property
     def deepest(self) -> int:

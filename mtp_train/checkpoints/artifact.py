@@ -20,7 +20,7 @@ from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, RawConfig, family_named, of_kind
-from mtp_train.families.kinds.kind import described_by
+from mtp_train.head_kinds import HeadKind
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
@@ -85,6 +85,10 @@ class HeadPlan:
         """The record of the trunk's family with a head of this kind."""
         return self.layout.family
 
+    @property
+    def kind(self) -> HeadKind:
+        return self.family.kind
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact(HeadPlan):
@@ -112,7 +116,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
                 **vars(artifact),
                 "format_version": FORMAT_VERSION,
                 "family": artifact.family.name,
-                "kind": artifact.family.kind.name,
+                "kind": artifact.kind.name,
                 "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
             }
         )
@@ -133,9 +137,7 @@ def load_artifact(path: Path) -> Artifact:
         )
     written = validated(HeadConfigFile, config, path / HEAD_CONFIG_FILE, "Write the head again.")
     try:
-        family = of_kind(family_named(written.family), written.kind)
-        if written.draft_config is not None:
-            family = described_by(family, written.draft_config)
+        family = of_kind(family_named(written.family), written.kind, written.draft_config)
     except KeyError as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: of an unknown family or kind ({error}); expected a head that mtp-train wrote. "

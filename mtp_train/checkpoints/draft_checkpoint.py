@@ -33,7 +33,7 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
 
     ``layer_config`` is ``layer.config`` of the head's family.
     """
-    stored = artifact.family.kind.load_parts().format
+    stored = artifact.kind.load_parts().format
     own = artifact.output
     vocab = own.token_ids_R if own is not None else artifact.draft_vocab if stored.draft_vocab else None
     tensors = [*artifact.head.tensors]

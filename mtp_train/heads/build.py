@@ -24,7 +24,7 @@ from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
-from mtp_train.families.kinds.kind import Block, described_by
+from mtp_train.families.kinds.kind import Block
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     compare_shapes,
@@ -42,7 +42,7 @@ FreshStart = Literal["copy_last_layer", "random"]
 def deepest(plan: HeadPlan) -> int | None:
     """Return the largest number of drafts in a round, by the head's modules or its own config; None for no limit."""
     described = plan.head.config_fields if plan.draft_config is None else plan.draft_config
-    most = plan.family.kind.load_parts().most_drafts(described)
+    most = plan.kind.load_parts().most_drafts(described)
     if most is not None:
         return int(most)
     chaining = chaining_of(plan.family, plan.family.convention(plan.convention), plan.num_modules)
@@ -83,9 +83,7 @@ def graft_artifact_plan(finetune: Checkpoint, artifact: Artifact, directory: Pat
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
     """
     theirs = artifact.family
-    family = of_kind(finetune.family, artifact.family.kind.name)
-    if artifact.draft_config is not None:
-        family = described_by(family, artifact.draft_config)
+    family = of_kind(finetune.family, artifact.kind.name, artifact.draft_config)
     layout = replace(finetune.layout, family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
@@ -119,7 +117,7 @@ def graft_artifact_plan(finetune: Checkpoint, artifact: Artifact, directory: Pat
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> Head:
     """Build the head of a plan and load its weights, cast to ``dtype``."""
     convention = plan.family.convention(plan.convention)
-    head = plan.family.kind.make_head(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
+    head = plan.kind.make_head(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
     for key, value in native.items():
         require_finite(key, value)
@@ -141,7 +139,7 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
 def drafting_of(plan: HeadPlan, checkpoint: Checkpoint, like: Tensor) -> Any:
     """Return the decoder's ``Drafting`` with the head of a plan, on the device and in the dtype of a tensor."""
     head = build_head(plan, text_config_of(checkpoint), dtype=like.dtype)
-    return plan.family.kind.draft_with(head.to(like.device).eval(), plan.draft_vocab)
+    return plan.kind.draft_with(head.to(like.device).eval(), plan.draft_vocab)
 
 
 def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]) -> None:

@@ -25,7 +25,7 @@ from mtp_train.checkpoints.quantised import PLAIN_DTYPES
 from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, draft_kind, of_kind, raw_text_config
-from mtp_train.families.kinds.kind import DraftFormat, described_by
+from mtp_train.families.kinds.kind import DraftFormat
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import (
@@ -104,7 +104,7 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found = described_by(of_kind(trunk, self.kind.name), self.config)
+        found = of_kind(trunk, self.kind.name, self.config)
         layers = self.trunk_layers
         if layers is None:
             return found

@@ -62,10 +62,10 @@ def write_export(
 
     An ``adapter`` is merged into the exported trunk. Returns what :func:`write_checkpoint` found of the trunk.
     """
-    if not artifact.family.kind.has_file:
+    if not artifact.kind.has_file:
         merge = None if adapter is None else plan_merge(trunk, read_adapter(adapter))
         return write_checkpoint(trunk, artifact.head, out, link=link, progress=progress, merge=merge)
-    require_exportable(trunk, artifact.family.kind, adapter)
+    require_exportable(trunk, artifact.kind, adapter)
     write_draft_checkpoint(
         trunk,
         replace(artifact, layout=replace(trunk.layout, family=artifact.family)),

@@ -49,7 +49,6 @@ from mtp_train.data.tokenize import (
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
 from mtp_train.families import Family, draft_kind, of_kind
-from mtp_train.families.kinds.kind import described_by
 from mtp_train.head_kinds import MTP, HeadKind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -320,14 +319,13 @@ class LoneHead(NamedTuple):
 
     @property
     def kind(self) -> HeadKind:
-        return self.stored.kind if isinstance(self.stored, DraftModel) else self.stored.family.kind
+        return self.stored.kind
 
     def family(self, trunk: Family) -> Family:
         """Return the record of a trunk's family with this head."""
         if isinstance(self.stored, DraftModel):
             return self.stored.family(trunk)
-        found = of_kind(trunk, self.kind.name)
-        return found if self.stored.draft_config is None else described_by(found, self.stored.draft_config)
+        return of_kind(trunk, self.kind.name, self.stored.draft_config)
 
 
 def open_head_source(location: str, *, trusts_code: bool = False) -> Checkpoint | LoneHead:

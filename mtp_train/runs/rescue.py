@@ -532,7 +532,7 @@ def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
         link=recipe.export.link,
         progress=progress,
     )
-    if plan.family.kind.has_file:
+    if plan.kind.has_file:
         return
     with removed_on_failure(out):
         write_untrained_card(

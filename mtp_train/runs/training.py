@@ -214,7 +214,7 @@ def chosen_vocab(run: Run, documents: Sequence[Document]) -> torch.Tensor | None
     plan = run.inputs.head_plan
     if asked is None:
         # The exported draft model has rows for these tokens alone.
-        return plan.draft_vocab if plan.family.kind.has_file else None
+        return plan.draft_vocab if plan.kind.has_file else None
     vocab_size = plan.family.vocab_size(text_config_of(run.inputs.finetune))
     return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 

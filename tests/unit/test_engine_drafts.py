@@ -18,7 +18,6 @@ from json_files import write_json, write_rows
 from mtp_inference.opening import OWN, open_model
 from mtp_train import probe_drafts
 from mtp_train.families import of_kind
-from mtp_train.families.kinds.kind import described_by
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.engine_wirings import Replayed, load_known
@@ -104,7 +103,7 @@ def block_drafter(out: Path, **changes: Any) -> Path:
         **{"aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 5, "draft_vocab_size": len(CHOSEN)},
         **{"transformer_layer_config": layers, **changes},
     }
-    family = described_by(of_kind(BLOCK_TRUNK.family, "dflash"), {**layers, **config})
+    family = of_kind(BLOCK_TRUNK.family, "dflash", {**layers, **config})
     head = family.kind.make_head(family, BLOCK_TRUNK.config, num_modules=1, convention=family.wiring.default)
     generator = torch.Generator().manual_seed(1)
     tensors = {

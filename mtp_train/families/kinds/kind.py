@@ -214,25 +214,25 @@ def draft_kind(config: RawConfig) -> HeadKind | None:
     return next((kind for kind in head_kinds() if kind.has_file and kind.load_parts().format.describes(config)), None)
 
 
-def described_by(family: Family, config: RawConfig) -> Family:
-    return family.kind.load_parts().described(family, config)
-
-
 def serves_draft_vocab(kind: str) -> bool:
     """Return whether engines draft from the draft vocabulary of a head of this kind, and not from all tokens."""
     stored = find_head_kind(kind).load_parts().format
     return stored is not None and stored.draft_vocab
 
 
-def of_kind(family: Family, kind: str) -> Family:
+def of_kind(family: Family, kind: str, config: RawConfig | None = None) -> Family:
     """Return the record of ``family``'s trunk with a head of ``kind``; for ``mtp`` the family's own record.
+
+    ``config`` is that of a draft model, whose layer the record then describes.
 
     Raises:
         KeyError: There is no such kind.
         UnsupportedModelError: Heads of it are not supported for the family's trunks.
     """
     found = find_head_kind(kind)
-    return found.load_parts().on(family, found)
+    parts = found.load_parts()
+    on_trunk = parts.on(family, found)
+    return on_trunk if config is None else parts.described(on_trunk, config)
 
 
 def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:

@@ -321,7 +321,7 @@ def _write_whole(
             report = load_report(source / REPORT_FILE)
             write_card(source, out)
         serves = serves_of(out, head.family, head.num_depths, report)
-    if head.family.kind.has_file:
+    if head.kind.has_file:
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
     return WriteResult(
         out=out,
@@ -333,7 +333,7 @@ def _write_whole(
 
 
 def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
-    if head.family.kind != MTP:
+    if head.kind != MTP:
         raise CheckpointError(
             f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only."
         )
@@ -366,7 +366,7 @@ def _head_in_gguf(file: Path) -> WriteResult:
 
 def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress) -> Path:
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
-    if head.family.kind.has_file:
+    if head.kind.has_file:
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
     config = config_of(trunk)
     record = gguf_head_for(trunk)
@@ -391,7 +391,7 @@ def _write_draft_gguf(
 ) -> Path:
     """Write ``KIND-NAME.gguf`` into a new directory, for a trunk that is a GGUF file."""
     file = load_recipe(source / RECIPE_FILE).model.trunk
-    kind_of_head = head.family.kind
+    kind_of_head = head.kind
     if not kind_of_head.load_parts().format.is_in_gguf or not is_gguf(file):
         raise CheckpointError(
             f"{source}: a head of kind {kind_of_head.name} for {file}; expected an MTP head, or an EAGLE-3 head for "
