@@ -1,7 +1,5 @@
 """``python -m mtp_train RECIPE [section.field=value ...]``: the form that ``accelerate launch -m`` starts."""
 
-from __future__ import annotations
-
 from mtp_train.cli.main import main
 from mtp_train.train.stopping import leave
 

@@ -4,8 +4,6 @@
 ``stream`` yields them piece by piece.
 """
 
-from __future__ import annotations
-
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.head_drafter import HeadDrafting

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from mtp_inference import MAX_DEPTH
@@ -14,7 +13,7 @@ from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.tokenizer import require_variables
 from mtp_train.data.tokenize import Prompt, template_notes
-from mtp_train.errors import CheckpointError, DataError, MtpError
+from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec, open_arm
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.evaluation.prompt_records import Rule, Setting
@@ -151,49 +150,6 @@ def grid_prompts(
 
 def greedy(depth: int) -> Setting:
     return Setting(0.0, None, depth, "greedy")
-
-
-def served_settings(
-    trunk: Checkpoint,
-    depth: int,
-    temperature: Sequence[float] | str,
-    top_p: Sequence[float] | str,
-    top_k: Sequence[int] | str,
-    rule: Sequence[Rule] | str,
-) -> list[Setting]:
-    """Return every combination of sampling parameters, greedy first; a text stands for the trunk's generation config.
-
-    Args:
-        temperature: Temperatures. Values of the other parameters apply above 0.
-        top_k: Values of top-k; 0 for no limit.
-        rule: How drafts are made above temperature 0; a text for ``argmax``.
-
-    Raises:
-        CheckpointError: The generation config has a value that the decoder cannot sample with.
-    """
-    try:
-        served = generation_settings(trunk)
-        if isinstance(temperature, str):
-            temperature = (0.0, float(served.get("temperature", 1.0))) if served else (0.0,)
-        if isinstance(top_p, str):
-            top_p = (float(served.get("top_p", 1.0)),)
-        if isinstance(top_k, str):
-            # Engines write -1 for all tokens.
-            top_k = (max(0, int(served.get("top_k", 0))),)
-        rules: Sequence[Rule] = ("argmax",) if isinstance(rule, str) else rule
-        sampled = [
-            Setting(one, None, depth, its_rule, its_p, its_k)
-            for one, its_p, its_k, its_rule in product(temperature, top_p, top_k, rules)
-            if one > 0.0
-        ]
-        for setting in sampled:
-            setting.sampling(seed=0)
-    except (MtpError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{trunk.path / GENERATION_CONFIG_FILE}: {error} evaluate.temperature, top_p and top_k are read from it "
-            "where they are auto; name their values in the recipe, or correct the file."
-        ) from error
-    return [greedy(depth), *sampled] if 0.0 in temperature else sampled
 
 
 def generation_settings(trunk: Checkpoint) -> Mapping[str, Any]:

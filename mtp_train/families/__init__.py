@@ -1,7 +1,5 @@
 """Model families: one record each with everything the rest of the package reads about a family."""
 
-from __future__ import annotations
-
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.kinds.kind import (
     draft_kind as draft_kind,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.evaluation.grid import served_settings
+from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint
+from mtp_train.errors import CheckpointError, MtpError
+from mtp_train.evaluation.grid import generation_settings, greedy
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.families.kinds.kind import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import is_auto
 from mtp_train.train.log import Tracking
 from mtp_train.train.plan import MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -74,6 +77,35 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:
-    """Return the settings that a run is measured and judged at; see :func:`served_settings`."""
-    asked = recipe.evaluate
-    return served_settings(trunk, recipe.draft_depth, asked.temperature, asked.top_p, asked.top_k, asked.rule)
+    """Return the settings that a run is measured and judged at, greedy first: every combination of ``evaluate``.
+
+    Values other than temperatures apply above 0. ``auto`` stands for the trunk's generation config, and for ``argmax``
+    drafts.
+
+    Raises:
+        CheckpointError: The generation config has a value that the decoder cannot sample with.
+    """
+    depth, asked = recipe.draft_depth, recipe.evaluate
+    try:
+        served = generation_settings(trunk)
+        own = (0.0, float(served.get("temperature", 1.0))) if served else (0.0,)
+        temperatures = own if is_auto(asked.temperature) else asked.temperature
+        sampled = [
+            Setting(temperature, None, depth, rule, top_p, top_k)
+            for temperature, top_p, top_k, rule in product(
+                temperatures,
+                [float(served.get("top_p", 1.0))] if is_auto(asked.top_p) else asked.top_p,
+                # Engines write -1 for all tokens.
+                [max(0, int(served.get("top_k", 0)))] if is_auto(asked.top_k) else asked.top_k,
+                ["argmax"] if is_auto(asked.rule) else asked.rule,
+            )
+            if temperature > 0.0
+        ]
+        for setting in sampled:
+            setting.sampling(seed=0)
+    except (MtpError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{trunk.path / GENERATION_CONFIG_FILE}: {error} evaluate.temperature, top_p and top_k are read from it "
+            "where they are auto; name their values in the recipe, or correct the file."
+        ) from error
+    return [greedy(depth), *sampled] if 0.0 in temperatures else sampled

@@ -16,7 +16,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.heads.diagnose import stored_dtype, text_config_of
 from mtp_train.progress import shown_loading
-from mtp_train.recipe.sections import HiddenCacheSpec, StatesSpec
+from mtp_train.recipe.sections import StatesSpec
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.check import Shapes
 from mtp_train.runs.refusals import HeadOnTrunk
@@ -108,19 +108,18 @@ def states_of(
     served = run.recipe.train.states
     if served is None and cached is None:
         return _computed(run)
-    spec = cached or HiddenCacheSpec()
     dtype = COMPUTE_DTYPES[run.recipe.train.precision]
     source = None
     is_online = cached is None and is_read_once
     identity = None if served is None else run.accelerator.said_by_main(recorded_identity(run))
-    if served is not None and (is_online or identity is None or _lacking(run, spec, documents, layers, identity)[1]):
+    if served is not None and (is_online or identity is None or cache_of(run, documents, layers, identity)[1]):
         run.held.release(run.accelerator)
         texts = [document.input_ids.tolist() for document in documents]
         source = open_source(run, served, _ends(run), texts, layers)
         identity = source.identity
         if is_online:
             return source.states(documents, dtype, kept)
-    cache, missing = _lacking(run, spec, documents, layers, identity)
+    cache, missing = cache_of(run, documents, layers, identity)
     if missing:
         _build(run, cache, missing, layers, source)
     if source is not None:
@@ -128,18 +127,6 @@ def states_of(
         return CachedStates(source.ends, cache, dtype)
     run.held.release(run.accelerator)
     return CachedStates(_ends(run), cache, dtype)
-
-
-def _lacking(
-    run: Run,
-    spec: HiddenCacheSpec,
-    documents: Sequence[Document],
-    layers: tuple[int, ...],
-    identity: list[str] | None,
-) -> tuple[HiddenCache, list[int]]:
-    """Return the cache of documents' states, and the shards that it lacks; every process must call it."""
-    cache = cache_of(run, spec, documents, layers, identity)
-    return cache, run.accelerator.said_by_main(cache.missing())
 
 
 @contextmanager
@@ -171,13 +158,11 @@ def _computed(run: Run) -> TrunkStates:
 
 
 def cache_of(
-    run: Run,
-    spec: HiddenCacheSpec,
-    documents: Sequence[Document],
-    layers: tuple[int, ...],
-    identity: list[str] | None = None,
-) -> HiddenCache:
-    """Return the cache of documents' states, in the place that everything they depend on names.
+    run: Run, documents: Sequence[Document], layers: tuple[int, ...], identity: list[str] | None
+) -> tuple[HiddenCache, list[int]]:
+    """Return the cache of documents' states, and the shards that it lacks; every process must call it.
+
+    The name of its directory depends on everything that the states depend on.
 
     Args:
         identity: Of the server that computes them, with the dtype of its states at the end; None for the trunk here.
@@ -197,8 +182,10 @@ def cache_of(
         dtype = getattr(torch, identity[-1].removeprefix("torch."))
         settings = (identity, *layers)
     digest = cache_digest(inputs.contents[TRUNK], adapter, documents, *settings, dtype=dtype, width=width)
-    directory = Path(spec.directory or run.directory.path / HIDDEN) / digest
-    return HiddenCache(directory, documents, width=width, dtype=dtype)
+    asked = recipe.train.hidden_cache
+    place = None if asked is None else asked.directory
+    cache = HiddenCache(Path(place or run.directory.path / HIDDEN) / digest, documents, width=width, dtype=dtype)
+    return cache, run.accelerator.said_by_main(cache.missing())
 
 
 def _build(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from documents import random_documents
@@ -19,12 +18,12 @@ from mtp_train.checkpoints.identity import Contents
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.recipe.sections import HiddenCacheSpec
 from mtp_train.runs import trunks
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train import hidden_cache
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import CachedStates, HiddenCache
+from mtp_train.train.launch import make_accelerator
 from mtp_train.train.shard import ShardedStates
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.states import TrunkStates, isolated_hidden
@@ -181,8 +180,8 @@ def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: P
         layers: tuple[int, ...] = (),
         **fields: Any,
     ) -> str:
-        shared = HiddenCacheSpec(directory=str(tmp_path / "shared"))
-        recipe = tiny_recipe(tmp_path, tmp_path / "run", **fields)
+        shared = {"directory": str(tmp_path / "shared")}
+        recipe = tiny_recipe(tmp_path, tmp_path / "run", train__hidden_cache=shared, **fields)
         run: Any = SimpleNamespace(
             recipe=recipe,
             inputs=SimpleNamespace(
@@ -191,9 +190,9 @@ def test_runs_share_a_cache_of_the_same_states_alone(finetune: Path, tmp_path: P
                 finetune=open_checkpoint(finetune),
                 head_plan=SimpleNamespace(family=open_checkpoint(finetune).family),
             ),
-            accelerator=Accelerator(cpu=True),
+            accelerator=make_accelerator(),
         )
-        cache = trunks.cache_of(run, shared, [*(text or documents())], layers)
+        cache, _ = trunks.cache_of(run, [*(text or documents())], layers, None)
         assert cache.directory.parent == tmp_path / "shared"
         return cache.directory.name
 

@@ -12,10 +12,11 @@ from test_recipe import SMALLEST
 from json_files import write_json
 from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
-from mtp_train.evaluation.grid import greedy, left_out, served_settings
+from mtp_train.evaluation.grid import greedy, left_out
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.recipe import sections
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.settings import run_settings
 
 DEPTH = 3
 GREEDY = greedy(DEPTH)
@@ -32,7 +33,8 @@ def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: A
         write_json(tmp_path / "generation_config.json", config)
     trunk: Any = Trunk(tmp_path)
     asked = {name: evaluate.get(name, "auto") for name in ("temperature", "top_p", "top_k", "rule")}
-    return served_settings(trunk, DEPTH, **asked)
+    recipe = load_recipe(SMALLEST).replaced({f"evaluate.{name}": value for name, value in asked.items()})
+    return run_settings(recipe, trunk)
 
 
 def drawn(temperature: float, rule: Rule = "argmax", top_p: float = 1.0, top_k: int = 0) -> Setting:

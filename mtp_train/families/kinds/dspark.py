@@ -5,8 +5,6 @@ that of the speculators package. They are decoded with, and not trained. The blo
 have in the trunk's checkpoint are other ones, see ``heads/diagnose.py``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from mtp_train.families.kinds.dflash import DFLASH, served_as
