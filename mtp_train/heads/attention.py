@@ -79,9 +79,17 @@ def masked_attention(
     Returns:
         Shape (B, T, H, width), and None for the attention weights.
     """
-    if isinstance(attention_mask, UnrollMask):
-        return _attend_in_unroll(module, query, key, value, attention_mask, **options), None
-    return _attend_by_mask(module, query, key, value, attention_mask, **options)
+    if not isinstance(attention_mask, UnrollMask):
+        return _attend_by_mask(module, query, key, value, attention_mask, **options)
+    sinks = options.pop("s_aux", None)
+
+    # The backward pass calls it outside of the forward's contexts.
+    @without_cudnn_attention()
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        return _attend_by_mask(module, query, key, value, mask, sinks, **options)[0]
+
+    scaling = float(options["scaling"]) if sinks is options.get("softcap") is None else None
+    return attend_in_blocks(attend, query, key, value, attention_mask, sinks, scaling), None
 
 
 def _attend_by_mask(
@@ -200,24 +208,6 @@ def _attend_in_blocks(
             blocks.append(found)
         rows.append(torch.cat(blocks, dim=1))
     return torch.cat(rows)
-
-
-def _attend_in_unroll(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: UnrollMask,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    # The backward pass calls it outside of the forward's contexts.
-    @without_cudnn_attention()
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-        return _attend_by_mask(module, query, key, value, mask, s_aux=sinks, **options)[0]
-
-    plain = s_aux is None and options.get("softcap") is None
-    return attend_in_blocks(attend, query, key, value, mask, s_aux, float(options["scaling"]) if plain else None)
 
 
 AttentionInterface.register(HEAD_ATTENTION, masked_attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.grid import generation_settings, greedy
-from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.families.kinds.kind import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import is_auto
@@ -86,6 +87,7 @@ def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:
         CheckpointError: The generation config has a value that the decoder cannot sample with.
     """
     depth, asked = recipe.draft_depth, recipe.evaluate
+    rules: Sequence[Rule] = ["argmax"] if is_auto(asked.rule) else asked.rule
     try:
         served = generation_settings(trunk)
         own = (0.0, float(served.get("temperature", 1.0))) if served else (0.0,)
@@ -97,7 +99,7 @@ def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:
                 [float(served.get("top_p", 1.0))] if is_auto(asked.top_p) else asked.top_p,
                 # Engines write -1 for all tokens.
                 [max(0, int(served.get("top_k", 0)))] if is_auto(asked.top_k) else asked.top_k,
-                ["argmax"] if is_auto(asked.rule) else asked.rule,
+                rules,
             )
             if temperature > 0.0
         ]

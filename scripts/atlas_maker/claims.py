@@ -33,8 +33,7 @@ from mtp_train.acceptance.intervals import Difference, holm, tau_difference
 from mtp_train.checkpoints.files import read_json
 from mtp_train.runs.resolve import GOOD_OVERLAP
 from mtp_train.train.select import score_of
-from recorded_ablation import over_seeds as spread_of_mean
-from recorded_ablation import p_value, prompt_counts
+from recorded_ablation import over_seeds as spread_of_mean, p_value, prompt_counts
 
 GRAFT = "graft"
 LEVEL = 0.05

@@ -23,9 +23,11 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, read_json, require_finite
+from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.record import EMBEDDING_NAME, LM_HEAD_NAME, NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
+from mtp_train.checkpoints.tokenizer import load_tokenizer
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
@@ -48,21 +50,14 @@ _FULL_PRECISION = (
 
 
 def write_gguf(
-    path: Path,
-    record: GgufHead,
-    tensors: Sequence[PendingTensor],
-    *,
-    kind: GgufKind,
-    trunk: Path,
-    config: RawConfig,
-    tokenizer: Any,
-    progress: Progress,
+    path: Path, trunk: Checkpoint, head: NativeHead, config: RawConfig, kind: GgufKind, progress: Progress
 ) -> None:
-    """Write a GGUF file, one block of one tensor in memory at a time.
+    """Write a head to a GGUF file, one block of one tensor in memory at a time.
 
-    ``trunk`` is the checkpoint's directory, for its model card and tokenizer files; ``config`` its text config with
-    defaults filled in.
+    ``config`` is the trunk's text config with defaults filled in.
     """
+    record = gguf_head_for(trunk)
+    tensors = gguf_tensors(trunk, head, record, config)
     writer = gguf.GGUFWriter(path, record.arch)
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)
@@ -73,7 +68,7 @@ def write_gguf(
         add_value(writer, f"{record.arch}.{name}", field({**config, NUM_MODULES: len(blocks)}))
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
+    add_vocabulary(writer, trunk.path, load_tokenizer(trunk), record, int(config["vocab_size"]))
     write_tensors(writer, tensors, kind, progress)
 
 

@@ -18,9 +18,8 @@ from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
-from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import (
@@ -368,21 +367,9 @@ def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
     if head.kind.has_file:
         return _write_draft_gguf(source, trunk, head, out, kind, progress)
-    config = config_of(trunk)
-    record = gguf_head_for(trunk)
-    tensors = gguf_tensors(trunk, head.head, record, config)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
-        write_gguf(
-            directory / name,
-            record,
-            tensors,
-            kind=kind,
-            trunk=trunk.path,
-            config=config,
-            tokenizer=load_tokenizer(trunk),
-            progress=progress,
-        )
+        write_gguf(directory / name, trunk, head.head, config_of(trunk), kind, progress)
     return out / name
 
 
