@@ -13,7 +13,7 @@ from torch import Tensor
 
 from json_files import read_json, write_json
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, JsonObject, open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
@@ -21,7 +21,10 @@ from mtp_train.trunk.load import Trunk, load_trunk
 from plain_decoding import plain_greedy
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
 
-WRAPPER_CONFIG: dict[str, Any] = {
+Tensors = dict[str, Tensor]
+"""Tensors by their key."""
+
+WRAPPER_CONFIG: JsonObject = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
     "vision_config": {
@@ -35,14 +38,14 @@ WRAPPER_CONFIG: dict[str, Any] = {
 }
 
 
-WRAPPER_CONFIG_4: dict[str, Any] = {
+WRAPPER_CONFIG_4: JsonObject = {
     "architectures": ["Qwen4ExpForConditionalGeneration"],
     "model_type": "qwen4_exp",
     "vision_config": {**WRAPPER_CONFIG["vision_config"], "model_type": "qwen4_exp_vision"},
 }
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: Tensors, file: Path) -> None:
     """Save a file of weights with the format in it, without which transformers refuses the file."""
     save_file(tensors, file, {"format": "pt"})
 
@@ -103,7 +106,7 @@ def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
     write_json(path / "config.json", config)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = SINGLE_FILE) -> Path:
+def rewrite(path: Path, change: Callable[[Tensors], object], file: str = SINGLE_FILE) -> Path:
     """Change the tensors of one file of weights in place."""
     tensors = load_file(path / file)
     change(tensors)
@@ -192,13 +195,13 @@ def assert_lossless(path: Path) -> None:
         assert list(result.token_ids) == plain, depth
 
 
-def all_tensors(path: Path) -> dict[str, Tensor]:
+def all_tensors(path: Path) -> Tensors:
     """Load every tensor of a checkpoint directory, however it is laid out."""
     checkpoint = open_checkpoint(path)
     return {key: checkpoint.read(key) for key in checkpoint.tensors}
 
 
-def split(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split(path: Path) -> tuple[Tensors, Tensors]:
     """Return a checkpoint's trunk and head, what the head repeats of the trunk left out."""
     layout = open_checkpoint(path).layout
     tensors = {key: value for key, value in all_tensors(path).items() if layout.shared_key(key) is None}
@@ -217,7 +220,7 @@ def shared_by_the_head(path: Path) -> list[str]:
     return repeated
 
 
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def same(ours: Tensors, theirs: Tensors) -> bool:
     """Whether two sets of tensors are equal, bit for bit."""
     return ours.keys() == theirs.keys() and holds(ours, theirs)
 

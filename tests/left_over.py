@@ -9,23 +9,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file
-from torch import Tensor
 
-from checkpoints import save_tensors, shard
+from checkpoints import Tensors, save_tensors, shard
 from json_files import read_json, write_json
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
 
 OLD_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
-Tensors = Mapping[str, Tensor]
 
-
-def head_of(path: Path) -> dict[str, Tensor]:
+def head_of(path: Path) -> Tensors:
     """Return the head's tensors of a single-file Qwen3.5 checkpoint."""
     return {key: value for key, value in load_file(path / SINGLE_FILE).items() if key.startswith("mtp.")}
 
 
-def changed(tensors: Tensors) -> dict[str, Tensor]:
+def changed(tensors: Tensors) -> Tensors:
     """Return other values under the same keys."""
     return {key: value * 0.9 for key, value in tensors.items()}
 
@@ -46,7 +43,7 @@ def keys_outside_of_the_index(path: Path, head: Tensors) -> Path:
 
 def old_shards(path: Path, head: Tensors) -> Path:
     """A single file, and two shards of an earlier save with another head, without their index."""
-    halves: list[dict[str, Tensor]] = [{}, changed(head)]
+    halves: list[Tensors] = [{}, changed(head)]
     for number, (key, value) in enumerate(changed(load_file(path / SINGLE_FILE)).items()):
         halves[number % 2].setdefault(key, value)
     for name, half in zip(OLD_SHARDS, halves, strict=True):

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import rewrite, set_fields
+from checkpoints import Tensors, rewrite, set_fields
 from draft_models import CHOSEN, DraftModelToWrite
 from mtp_inference.opening import head_plan
 from mtp_train import inspect
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from tiny import VOCAB_SIZE
-
-Tensors = dict[str, Tensor]
-
 
 DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "out of range": (

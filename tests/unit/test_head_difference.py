@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, same, save_tensors, save_with_head, set_fields
+from checkpoints import Tensors, all_tensors, base_and_finetune, same, save_tensors, save_with_head, set_fields
 from json_files import read_json, write_json
 from left_over import head_of
 from mtp_train import CheckpointError, MtpError, export, graft, inspect
@@ -21,7 +21,6 @@ from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import paste, tree
 from tiny import tiny_head, tiny_trunk
 
-Tensors = dict[str, Tensor]
 FC, NORM = "mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"
 
 

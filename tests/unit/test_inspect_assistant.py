@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from assistants import HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
-from checkpoints import all_tensors, rewrite
+from checkpoints import Tensors, all_tensors, rewrite
 from mtp_train.cli.main import main
 from runs import Capture, document
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
 LOST = "model.layers.1.self_attn.q_norm.weight"
-Edit = Callable[[dict[str, Tensor]], object]
+Edit = Callable[[Tensors], object]
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, cap
 
 
 def test_a_tied_matrix_may_be_stored_twice(saved: Path, capfd: Capture) -> None:
-    def store(tensors: dict[str, Tensor]) -> None:
+    def store(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     assert "lm_head.weight" not in all_tensors(saved)

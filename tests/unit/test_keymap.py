@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
-from torch import Tensor
 
-from checkpoints import same
+from checkpoints import Tensors, same
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import empty_head
@@ -40,7 +39,7 @@ def test_an_attached_layer_has_the_names_of_the_trunk_s_release(family_name: str
 EXPERT_BITS = 20
 
 
-def numbered_state(family: Family, num_experts: int, num_modules: int) -> dict[str, Tensor]:
+def numbered_state(family: Family, num_experts: int, num_modules: int) -> Tensors:
     """Return random integers in the shapes of a head; those of a stacked expert are its number above 20 random bits."""
     state = {}
     config = tiny_config(family.name, num_experts=num_experts).get_text_config()
@@ -51,13 +50,13 @@ def numbered_state(family: Family, num_experts: int, num_modules: int) -> dict[s
     return state
 
 
-def native_keys(layout: HeadLayout, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def native_keys(layout: HeadLayout, state: Tensors) -> Tensors:
     pieces = [(key, part) for name, value in state.items() for key, part in layout.split(name, value)]
     assert len(dict(pieces)) == len(pieces), "no two tensors share a key"
     return dict(pieces)
 
 
-def shuffled(native: dict[str, Tensor], order: random.Random) -> dict[str, Tensor]:
+def shuffled(native: Tensors, order: random.Random) -> Tensors:
     return dict(order.sample(list(native.items()), len(native)))
 
 

@@ -6,23 +6,21 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, fuse_experts, same, save_tensors, set_fields, shard
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from checkpoints import Tensors, all_tensors, base_and_finetune, fuse_experts, same, save_tensors, set_fields, shard
+from mtp_train.checkpoints.files import SINGLE_FILE, JsonObject, open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 from runs import Capture, document, paste, run_command
 from tiny import FAMILY_NAMES
 
-Pack = Callable[[str, tuple[int, ...]], dict[str, Tensor]]
+Pack = Callable[[str, tuple[int, ...]], Tensors]
 
 
-def int4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def int4(module: str, shape: tuple[int, ...]) -> Tensors:
     rows, columns = shape
     return {
         f"{module}.qweight": torch.ones(columns, rows // 8, dtype=torch.int32),
@@ -31,11 +29,11 @@ def int4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def gptq(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def gptq(module: str, shape: tuple[int, ...]) -> Tensors:
     return {**int4(module, shape), f"{module}.g_idx": torch.zeros(shape[1], dtype=torch.int32)}
 
 
-def compressed(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def compressed(module: str, shape: tuple[int, ...]) -> Tensors:
     return {
         f"{module}.weight_packed": torch.ones(shape[0], shape[1] // 2, dtype=torch.uint8),
         f"{module}.weight_scale": torch.ones(shape[0], shape[1] // 16).to(torch.float8_e4m3fn),
@@ -44,7 +42,7 @@ def compressed(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def nvfp4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def nvfp4(module: str, shape: tuple[int, ...]) -> Tensors:
     # The weight itself, half as wide, under its own name.
     return {
         f"{module}.weight": torch.ones(shape[0], shape[1] // 2, dtype=torch.uint8),
@@ -54,7 +52,7 @@ def nvfp4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def nf4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def nf4(module: str, shape: tuple[int, ...]) -> Tensors:
     return {
         f"{module}.weight": torch.ones(shape[0] * shape[1] // 2, 1, dtype=torch.uint8),
         f"{module}.weight.absmax": torch.ones(shape[0] * shape[1] // 64),
@@ -64,7 +62,7 @@ def nf4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 MXFP4 = ("blocks", "scales")
-METHODS: dict[str, tuple[Pack, dict[str, Any]]] = {
+METHODS: dict[str, tuple[Pack, JsonObject]] = {
     "awq": (int4, {"quant_method": "awq", "bits": 4}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
     "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}),
@@ -74,7 +72,7 @@ METHODS: dict[str, tuple[Pack, dict[str, Any]]] = {
 
 
 def pack_projections(
-    path: Path, is_chosen: Callable[[str], bool], pack: Pack, settings: dict[str, Any] | None
+    path: Path, is_chosen: Callable[[str], bool], pack: Pack, settings: JsonObject | None
 ) -> list[str]:
     """Store the chosen projections as a method stores them, and declare the method; return their keys."""
     tensors = all_tensors(path)

@@ -14,11 +14,10 @@ import torch
 from test_head_difference import SINGLE_NAMES as LAYERS
 from test_packed_heads import METHODS, Pack, int4, nf4, pack_projections
 from test_quantised import FP8 as IN_BLOCKS, head_layers, quantisation, quantise
-from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from checkpoints import all_tensors, base_and_finetune, save_tensors, set_fields
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from checkpoints import Tensors, all_tensors, base_and_finetune, save_tensors, set_fields
+from mtp_train.checkpoints.files import SINGLE_FILE, JsonObject, open_checkpoint
 from mtp_train.checkpoints.quantised import packed_keys, unlisted_layers
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
@@ -32,13 +31,13 @@ needs_bitsandbytes = pytest.mark.skipif(
 FP8 = torch.float8_e4m3fn
 
 
-def nested_fp4(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def nested_fp4(module: str, shape: tuple[int, ...]) -> Tensors:
     found = {key.replace("nf4", "fp4"): value for key, value in nf4(module, shape).items()}
     nested = {f"{module}.weight.nested_{name}": torch.ones(4) for name in ("absmax", "quant_map")}
     return {**found, **nested, f"{module}.weight.absmax": torch.ones(8, dtype=torch.uint8)}
 
 
-def int8(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def int8(module: str, shape: tuple[int, ...]) -> Tensors:
     return {
         f"{module}.weight": torch.ones(shape, dtype=torch.int8),
         f"{module}.SCB": torch.ones(shape[0]),
@@ -46,28 +45,28 @@ def int8(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def channels(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def channels(module: str, shape: tuple[int, ...]) -> Tensors:
     # With the scales of a KV cache, which are the attention's.
     cache = {f"{module.rpartition('.')[0]}.{name}_scale": torch.ones(1) for name in "kv"} if "attn" in module else {}
     return {f"{module}.weight": torch.ones(shape).to(FP8), f"{module}.weight_scale": torch.ones(shape[0], 1), **cache}
 
 
-def static_fp8(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def static_fp8(module: str, shape: tuple[int, ...]) -> Tensors:
     scales = ("weight_scale", "input_scale", *(["k_scale"] if "k_proj" in module else []))
     return {f"{module}.weight": torch.ones(shape).to(FP8), **{f"{module}.{name}": torch.ones(()) for name in scales}}
 
 
-def activation_aware(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def activation_aware(module: str, shape: tuple[int, ...]) -> Tensors:
     beside = {f"{module.rpartition('.')[0]}.act_fn.scales": torch.ones(4)} if module.endswith("down_proj") else {}
     return {**int4(module, shape), **beside}
 
 
-def half_quadratic(module: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def half_quadratic(module: str, shape: tuple[int, ...]) -> Tensors:
     beside = {f"{module}.{name}": torch.ones(4) for name in ("scale", "zero", "nbits")}
     return {f"{module}.W_q": torch.ones(shape[0] // 2, shape[1], dtype=torch.uint8), **beside}
 
 
-FORMS: dict[str, tuple[Pack, dict[str, Any]]] = {
+FORMS: dict[str, tuple[Pack, JsonObject]] = {
     **METHODS,
     "fp4, as bitsandbytes first declared it": (nested_fp4, {"load_in_4bit": True, "load_in_8bit": False}),
     "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -118,7 +117,7 @@ def test_tensors_beside_a_weight_with_another_name_are_no_modules(base: Path, fi
     ids=["int8", "nf4", "fp4"],
 )
 def test_what_bitsandbytes_saved_is_grafted_and_decoded(
-    settings: dict[str, Any], base: Path, finetune: Path, tmp_path: Path, out: Path, capfd: Capture
+    settings: JsonObject, base: Path, finetune: Path, tmp_path: Path, out: Path, capfd: Capture
 ) -> None:
     """Some of its layers have 4 rows, which the 4-bit kernel of some CPUs does not take."""
     packing = BitsAndBytesConfig(**settings)
@@ -223,11 +222,11 @@ def any_regex(patterns: list[str], module: str) -> bool:
     return any(re.match(pattern, module) for pattern in patterns)
 
 
-def is_dynamic(found: dict[str, Any], module: str) -> bool:
+def is_dynamic(found: JsonObject, module: str) -> bool:
     return any_regex([key[2:] for key in found["dynamic"] if key.startswith("-:")], module)
 
 
-LISTS: dict[str, tuple[dict[str, Any], Any]] = {
+LISTS: dict[str, tuple[JsonObject, Any]] = {
     "fp8": (
         {**IN_BLOCKS, "modules_to_not_convert": ["lm_head"]},
         lambda found, module: module in found["modules_to_not_convert"],
@@ -260,7 +259,7 @@ LISTS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @pytest.mark.parametrize(("settings", "covers"), LISTS.values(), ids=LISTS.keys())
 def test_a_head_that_no_exception_covers_is_named_and_export_lists_it(
-    settings: dict[str, Any], covers: Any, family_name: str, tmp_path: Path, capfd: Capture
+    settings: JsonObject, covers: Any, family_name: str, tmp_path: Path, capfd: Capture
 ) -> None:
     base, _ = base_and_finetune(tmp_path, family_name)
     pack_trunk(base, "awq")
@@ -313,7 +312,7 @@ FUSED = [
     ],
     ids=lambda settings: "-".join(map(str, settings)),
 )
-def test_no_layer_is_named_that_an_exception_covers(settings: dict[str, Any], base: Path) -> None:
+def test_no_layer_is_named_that_an_exception_covers(settings: JsonObject, base: Path) -> None:
     pack_trunk(base, "awq")
     set_fields(base, {"quantization_config": settings})
     checkpoint = open_checkpoint(base)

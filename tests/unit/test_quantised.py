@@ -4,7 +4,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from test_packed_heads import int4, pack_projections
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, own_head, rewrite, same, save_tensors, set_fields
+from checkpoints import Tensors, all_tensors, base_and_finetune, own_head, rewrite, same, save_tensors, set_fields
 from json_files import read_json, write_json
 from mtp_train.checkpoints import files
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, JsonObject, open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, stored_dtype
@@ -26,7 +25,7 @@ from runs import Capture, document, run_command
 from tiny import FAMILY_NAMES, IS_OLD
 
 BLOCK = 16
-FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+FP8: JsonObject = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +44,7 @@ def to_fp8(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, scales, plain
 
 
-def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -> dict[str, Tensor]:
+def quantise(path: Path, pattern: str, settings: JsonObject | None = None) -> Tensors:
     """Store the matrices whose keys match in FP8; return what they stand for."""
     tensors = all_tensors(path)
     plain = {}
@@ -57,7 +56,7 @@ def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -
     return plain
 
 
-def pack(path: Path, settings: dict[str, Any]) -> None:
+def pack(path: Path, settings: JsonObject) -> None:
     """Store some matrices of the trunk as four-bit methods do: other keys, dtypes and shapes."""
     pack_projections(path, lambda key: key.endswith("self_attn.q_proj.weight"), int4, settings)
 
@@ -66,7 +65,7 @@ def graft(finetune: Path, base: Path, out: Path) -> int:
     return run_command("graft", finetune, "--from", base, "--out", out)
 
 
-def quantisation(path: Path) -> dict[str, Any]:
+def quantisation(path: Path) -> JsonObject:
     return read_json(path / "config.json")["quantization_config"]
 
 
@@ -157,7 +156,7 @@ def test_a_head_in_fp8_is_read_with_its_scales(
     assert "quantization_config" not in read_json(out / "config.json")
 
 
-def in_bf16_and_fp8(path: Path, pattern: str) -> dict[str, Tensor]:
+def in_bf16_and_fp8(path: Path, pattern: str) -> Tensors:
     """Store a checkpoint as releases are: matrices in FP8, all other weights in bf16; return what they stand for."""
     plain = quantise(path, pattern)
     tensors = all_tensors(path)
@@ -240,7 +239,7 @@ def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(
 ) -> None:
     pack(finetune, {"quant_method": "awq"})
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
-    changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    changes: dict[str, Callable[[Tensors], object]] = {
         "norm.weight is [32], in": lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}),
         f"{finetune}: lacks trunk module layers.2.mlp.up_proj, which {base} has": lambda tensors: tensors.pop(
             "model.layers.2.mlp.up_proj.weight"

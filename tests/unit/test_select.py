@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from test_training import NUM_DEPTHS, SEQ_LEN, recipe as recipe_of_training, run_training, training_module
 from torch import Tensor
 
-from checkpoints import same
+from checkpoints import Tensors, same
 from documents import random_documents
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
@@ -66,13 +66,13 @@ def train(
     scores: Sequence[Score] | None = None,
     stop_after: int | None = None,
     lr_for: Callable[[float], float] | None = None,
-) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+) -> tuple[Tensors, dict[int, Tensors]]:
     """Train; return the weights that were chosen, and those after every step."""
 
     def on_step(done: int) -> None:
         after[done] = {name: value.detach().clone() for name, value in module.head.state_dict().items()}
 
-    after: dict[int, dict[str, Tensor]] = {}
+    after: dict[int, Tensors] = {}
     module = training_module()
     spec = used.train.select
     assert spec is not None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from checkpoints import holds
+from checkpoints import Tensors, holds
 from documents import random_documents
 from mtp_train.data.pack import PackedSequence, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
@@ -73,12 +73,10 @@ def four_sequences() -> list[PackedSequence]:
     return sequences_of(make_documents(16, 9, 14, 11), pack=False)
 
 
-def one_step(
-    module: HeadTraining, sequences: Sequence[PackedSequence], used: Recipe
-) -> tuple[dict[str, Tensor], Tensor]:
+def one_step(module: HeadTraining, sequences: Sequence[PackedSequence], used: Recipe) -> tuple[Tensors, Tensor]:
     """Do one step of gradient descent; return the gradient by parameter and the loss sums of the depths."""
     plan = plan_of(used, 1)
-    gradient: dict[str, Tensor] = {}
+    gradient: Tensors = {}
 
     def keep_gradient(*_: Any) -> None:
         for name, parameter in module.head.named_parameters():
@@ -98,7 +96,7 @@ def one_step(
     return gradient, sums_K
 
 
-def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same_gradient(found: Tensors, expected: Tensors) -> None:
     scale = max(float(value.abs().max()) for value in expected.values())
     torch.testing.assert_close(found, expected, atol=1e-5 * scale, rtol=1e-4)
 
@@ -200,7 +198,7 @@ def run_training(
     selection: Selection | None = None,
     stop_after: int | None = None,
     on_step: Callable[[int], None] = lambda _: None,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Train as the pipeline does, on a few documents for ever; ``stop_after`` kills the run."""
 
     def after_step(done: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from test_whole_trunk import takers
 from torch import Tensor
 
-from checkpoints import base_and_finetune, rewrite, save_stripped, save_with_head
+from checkpoints import Tensors, base_and_finetune, rewrite, save_stripped, save_with_head
 from gguf_files import checkpoint_with_head
 from mtp_train import export, graft, inspect
 from mtp_train.checkpoints.export import write_checkpoint
@@ -76,7 +76,7 @@ def test_a_head_that_drafts_nothing_is_written_by_no_command(
     path = checkpoint_with_head(tmp_path / "base", "qwen3_5")
     finetune = save_stripped(tiny_trunk("qwen3_5", vocab_size=272), tmp_path / "finetune")
 
-    def reset(tensors: dict[str, Tensor]) -> None:
+    def reset(tensors: Tensors) -> None:
         for key, value in tensors.items():
             if key.startswith("mtp."):
                 tensors[key] = torch.zeros_like(value) if zero or value.ndim < 2 else torch.randn_like(value)
@@ -105,7 +105,7 @@ def test_norms_or_matrices_alone_are_a_note(base: Path, tmp_path: Path) -> None:
 def with_training(path: Path) -> Path:
     """Add to one matrix of a head what training adds first: a direction that all rows share, of little size."""
 
-    def train(tensors: dict[str, Tensor]) -> None:
+    def train(tensors: Tensors) -> None:
         weight_MN = tensors["mtp.layers.0.mlp.up_proj.weight"]
         rows, columns = weight_MN.shape
         direction_MN = torch.outer(torch.randn(rows), torch.randn(columns)) / (rows * columns) ** 0.5
@@ -117,7 +117,7 @@ def with_training(path: Path) -> Path:
 def test_drawn_matrices_under_the_norms_of_the_base_are_untrained(base: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
 
-    def draw(tensors: dict[str, Tensor]) -> None:
+    def draw(tensors: Tensors) -> None:
         head = {key: value for key, value in tensors.items() if key.startswith("mtp.") and value.ndim > 1}
         tensors |= {key: 0.02 * torch.randn_like(value) for key, value in head.items()}
 
@@ -133,7 +133,7 @@ def test_zero_norms_are_a_fault_only_where_norms_do_not_add_one(family_name: str
     path = save_with_head(tiny_trunk(family_name), tiny_head(tiny_trunk(family_name)), tmp_path / "zeroed")
     layout = open_checkpoint(path).layout
 
-    def zero(tensors: dict[str, Tensor]) -> None:
+    def zero(tensors: Tensors) -> None:
         norms = [key for key in tensors if layout.is_head_key(key) and key.endswith("norm.weight")]
         tensors |= {key: torch.zeros_like(tensors[key]) for key in norms}
 
