@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 from cpu import Row, machine, prompts_of, training_step
-from gpu_kernels import machine as machine_cells
-from gpu_kernels import peak_bytes, profiled, streamed
+from gpu_kernels import machine as machine_cells, peak_bytes, profiled, streamed
 from gpu_training import Steps, offloaded, uncompiled
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -20,13 +20,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # Ceilings are in nodes of the syntax tree, not in lines, so that packing code gains nothing. A change that needs more
 # first removes a concept; one that removes some lowers its number.
 PRODUCT = ("mtp_train", "inference/mtp_inference")
-MAX_PRODUCT_NODES = 178_490
+MAX_PRODUCT_NODES = 178_270
 MAX_SCRIPT_NODES = 40_930
 MAX_TESTS_PER_PRODUCT = 1.354
 # The pages that tests/repo/test_readme.py and tests/repo/test_recipes.py compare with their generators.
 GENERATED = {"recipes/commands.md", "recipes/families.md", "recipes/fields.md"}
 MAX_GENERATED_WORDS = 7_500
-MAX_WRITTEN_WORDS = 19_570
+MAX_WRITTEN_WORDS = 19_690
 MAX_README_WORDS = 800
 
 # Joined here, so that this file does not hold what it looks for.
