@@ -36,7 +36,7 @@ def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(peers, "TRAINERS", (("ours", "ce"), ("speculators_before_norm", "ce")))
+    monkeypatch.setattr(peers, "TRAINERS", {"mtp": (("ours", "ce"), ("speculators_before_norm", "ce"))})
     settings: dict[str, Any] = {"train__max_steps": 2, "data__regenerate": {"max_new_tokens": 12}}
     recipe = write_recipe(tmp_path / "recipe.yaml", write_inputs(tmp_path / "in"), tmp_path / "run", **settings)
     argv = [str(recipe), "--environments", str(tmp_path), "--out", str(out), "--seeds", "1", "--rates", "0.006,0.001"]
