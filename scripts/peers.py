@@ -107,10 +107,10 @@ class VllmBench(Bench):
         """Decode the held-out prompts greedily, up to their ends."""
         recipe, inputs = self.run.recipe, self.run.inputs
         work = (directory or self.run.directory.path) / "vllm"
-        checkpoint = work.parent / "stitched"
+        stitched = work.parent / "stitched"
+        checkpoint = stitched if stitched.is_dir() else work / "model"
         if not checkpoint.is_dir():
             plan = inputs.head_plan if directory is None else load_artifact(directory / "head")
-            checkpoint = work / "model"
             write_checkpoint(inputs.finetune, plan.head, checkpoint, link="hard", progress=self.run.progress)
         prompts = [list(one.prompt_ids) for one in inputs.text.held_out]
         limit = recipe.evaluate.max_new_tokens
