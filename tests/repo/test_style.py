@@ -26,7 +26,7 @@ MAX_TESTS_PER_PRODUCT = 1.354
 # The pages that tests/repo/test_readme.py and tests/repo/test_recipes.py compare with their generators.
 GENERATED = {"recipes/commands.md", "recipes/families.md", "recipes/fields.md"}
 MAX_GENERATED_WORDS = 7_500
-MAX_WRITTEN_WORDS = 19_780
+MAX_WRITTEN_WORDS = 19_790
 MAX_README_WORDS = 800
 
 # Joined here, so that this file does not hold what it looks for.
