@@ -51,7 +51,7 @@ ASKED = (
     "Write a short Python example that uses {name}, and say what it prints. Documentation: {text}",
     "Return a JSON object with the keys name, purpose and example for {name}. Documentation: {text}",
 )
-TUNED, CORPUS = "tuned", "corpus.jsonl"
+TUNED = "tuned"
 TUNED_ON = "torch torch.nn torch.nn.functional torch.linalg torch.optim torch.distributions torch.utils.data numpy"
 PAGES, PAGE_TOKENS = 400, 512
 COMMANDS = "commands.jsonl"
@@ -195,8 +195,6 @@ def finetune(options: argparse.Namespace) -> None:
         [{"role": "user", "content": f"Document {name}."}, {"role": "assistant", "content": page}]
         for name, page in chosen
     ]
-    rows = [{"messages": chat, "group": name} for chat, (name, _) in zip(chats, chosen, strict=True)]
-    (options.out / CORPUS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids = [tokenizer.apply_chat_template(chat, return_dict=False)[:PAGE_TOKENS] for chat in chats]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
@@ -238,7 +236,7 @@ def study(options: argparse.Namespace) -> None:
     print(json.dumps(both_trunks(options.out)).replace(str(options.out), "OUT"))
 
 
-def with_answers(options: argparse.Namespace, run: Path) -> Iterator[dict[str, Any]]:
+def with_answers(options: argparse.Namespace, answered: Path) -> Iterator[dict[str, Any]]:
     """Yield the prompts that a run answered, with its answers, and the prompts that it held out."""
     from transformers import AutoTokenizer
 
@@ -247,7 +245,7 @@ def with_answers(options: argparse.Namespace, run: Path) -> Iterator[dict[str, A
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     answers = {
         int(row["id"].rpartition("#")[2]): tokenizer.decode(row["response_ids"], skip_special_tokens=True)
-        for path in answer_files(run)
+        for path in answer_files(answered)
         for row in rows_of(path)
     }
     for number, row in enumerate(rows_of(options.out / PROMPTS), start=1):

@@ -47,8 +47,8 @@ class CpuTrainer(Trainer):
 
 def mtp_model(options: argparse.Namespace) -> MTPDraftModel:
     """Return the verifier's native head."""
-    config = get_verifier_config(str(options.verifier))
     place = str(options.verifier)
+    config = get_verifier_config(place)
     return MTPDraftModel.from_training_args(config, num_speculative_steps=options.depth, verifier_name_or_path=place)
 
 

@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # first removes a concept; one that removes some lowers its number.
 PRODUCT = ("mtp_train", "inference/mtp_inference")
 MAX_PRODUCT_NODES = 178_270
-MAX_SCRIPT_NODES = 40_930
+MAX_SCRIPT_NODES = 40_885
 MAX_TESTS_PER_PRODUCT = 1.354
 # The pages that tests/repo/test_readme.py and tests/repo/test_recipes.py compare with their generators.
 GENERATED = {"recipes/commands.md", "recipes/families.md", "recipes/fields.md"}
