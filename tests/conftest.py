@@ -122,17 +122,25 @@ def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     datasets.enable_progress_bars()
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny Qwen3.5 with its head."""
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base``, a tiny Qwen3.5 with its head, and ``finetune``, a fine-tune of it without; to read."""
     from checkpoints import base_and_finetune
 
-    return base_and_finetune(tmp_path, "qwen3_5")[0]
+    directory = tmp_path_factory.mktemp("saved")
+    base_and_finetune(directory, "qwen3_5")
+    return directory
+
+
+@pytest.fixture
+def base(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the base that a test may change."""
+    return Path(shutil.copytree(saved, tmp_path, dirs_exist_ok=True)) / "base"
 
 
 @pytest.fixture
 def finetune(base: Path) -> Path:
-    """A fine-tune of it without a head."""
+    """A copy of the fine-tune, beside it."""
     return base.with_name("finetune")
 
 

@@ -152,11 +152,10 @@ MERGED_ANYWAY = ("a module's tensors gone", "more than the config says", "no tar
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_an_adapter_that_would_not_take_effect_is_refused_merged_or_not(
-    name: str, pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
+    name: str, pristine: Path, adapter: Path, out: Path, capfd: Capture
 ) -> None:
     damage, message = DAMAGES[name]
     base = pristine / "base"
-    out = tmp_path / "out"
     damage(adapter)
     if name != "changed base":
         assert re.search(message, refusal(["generate", base, "--adapter", adapter, "--prompt", "x"], capfd))

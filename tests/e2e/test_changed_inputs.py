@@ -171,20 +171,21 @@ def test_an_export_of_another_trunk_than_was_measured_is_refused(finished: Path,
         document(["export", finished / "run", "--out", out], capfd)
 
 
-def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(finished: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(
+    finished: Path, tmp_path: Path, new_run: Path
+) -> None:
 
     def rewriting(*_: Any, **__: Any) -> None:
         flip(finished / "finetune" / "model.safetensors")
-        shutil.copytree(finished / "run" / "head", run_dir / "head")
+        shutil.copytree(finished / "run" / "head", new_run / "head")
 
-    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", finished, run_dir))
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", finished, new_run))
     with pytest.MonkeyPatch.context() as patched, changed(finished / "finetune" / "model.safetensors", Path.touch):
         patched.setattr(pipeline, "train_stage", rewriting)
         patched.setattr(pipeline, "evaluate_run", lambda *_: load_report(finished / "run" / "report.json"))
         with pytest.raises(ChangedInputError, match=r"model\.trunk \(.*\): model\.safetensors;"):
             pipeline.run(recipe)
-    assert not (run_dir / "report.json").exists()
+    assert not (new_run / "report.json").exists()
 
 
 def study(out: Path, inputs: Path, *arms: str) -> list[Any]:

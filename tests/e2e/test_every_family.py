@@ -36,12 +36,11 @@ EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) 
 
 @pytest.mark.parametrize("family_name", EVERY_ONE)
 def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
-    family_name: str, tmp_path: Path, capfd: Capture
+    family_name: str, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
     inputs = write_inputs(tmp_path / "in", family_name)
     base = inputs / "base"
     finetune = inputs / "finetune"
-    run_dir = tmp_path / "run"
     healthy = inspected(capfd, base)
     assert (healthy["status"], healthy["runs_here"]) == ("healthy", "yes")
     stripped = inspected(capfd, finetune, "--base", base)
@@ -51,15 +50,15 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     grafted = inspected(capfd, tmp_path / "graft", "--base", base)
     assert (grafted["status"], grafted["stale"]) == ("healthy", True)
 
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT | LONGER.get(family_name, {}))
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, new_run, **SHORT | LONGER.get(family_name, {}))
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
     assert pipeline.run(load_recipe(recipe)).stage == "done"
-    report = read_json(run_dir / "report.json")
+    report = read_json(new_run / "report.json")
     assert report["gate"]["passed"] is True
     lossless = report["lossless"]
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"] > 0
 
-    export = run_dir / "export"
+    export = new_run / "export"
     written = all_tensors(export)
     assert holds(written, all_tensors(finetune))
     exported = inspected(capfd, export, "--base", base)

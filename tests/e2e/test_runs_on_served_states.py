@@ -121,36 +121,34 @@ def assert_nothing_left(engine: Engine) -> None:
 @pytest.mark.parametrize("num_steps", [4, 8], ids=["online", "cached"])
 @pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe", "qwen3"], ids=["before-norm", "after-norm", "eagle3"])
 def test_a_run_on_served_states_trains_as_one_that_computes_them(
-    family_name: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_name: str, num_steps: int, tmp_path: Path, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In less than an epoch, and in more."""
     case = make_case(tmp_path / "in", family_name, train__max_steps=num_steps)
-    run_dir = tmp_path / "run"
     monkeypatch.setattr(trunks, "load_trunk", lambda *_, **__: pytest.fail("loads a trunk"))
-    code, texts = case.run(run_dir, case.engine)
+    code, texts = case.run(new_run, case.engine)
     assert code == 0
-    assert_same_training(run_dir, case.here)
+    assert_same_training(new_run, case.here)
     assert_nothing_left(case.engine)
     assert len(set(texts)) == len(texts)
-    assert (len(texts) == NUM_TEXTS) == (num_steps > 4) == (run_dir / "hidden").exists()
+    assert (len(texts) == NUM_TEXTS) == (num_steps > 4) == (new_run / "hidden").exists()
 
 
 @pytest.mark.parametrize("what", ["model", "layer", "norm"])
 def test_a_server_of_something_else_is_refused_before_the_first_step_and_the_right_one_goes_on(
-    what: str, one: Case, tmp_path: Path, capfd: Capture
+    what: str, one: Case, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
-    run_dir = tmp_path / "run"
     trunk = one.here.with_name("base" if what == "model" else "finetune")
     wrong = Engine(tmp_path / "wrong", states_of(trunk, [], num_fewer=what == "layer"))
     wrong.fingerprints = itertools.repeat("of something else")
     if what == "norm":
         wrong.states = load_trunk(open_checkpoint(trunk), dtype="float32").of_last_layer
-    assert one.run(run_dir, wrong)[0] == 2
+    assert one.run(new_run, wrong)[0] == 2
     assert re.search(r"prefers .* at [0-9]?[0-8]\.\d% of \d+ positions, and a far one at ", capfd.readouterr().err)
-    assert {path.name for path in run_dir.iterdir()} == CLAIMED
+    assert {path.name for path in new_run.iterdir()} == CLAIMED
     assert_nothing_left(wrong)
-    assert one.run(run_dir, one.engine)[0] == 0
-    assert_same_training(run_dir, one.here)
+    assert one.run(new_run, one.engine)[0] == 0
+    assert_same_training(new_run, one.here)
 
 
 def shards(run_dir: Path) -> dict[str, bytes]:
@@ -162,38 +160,37 @@ def shards(run_dir: Path) -> dict[str, bytes]:
 # The signal may arrive between the call of open and the block that would close the file: Python closes it then.
 @pytest.mark.filterwarnings(r"ignore:Exception ignored in. <_io\.FileIO:pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_run_goes_on_from_what_it_has_with_the_same_server(
-    how: str, code: int, settings: dict[str, Any], one: Case, tmp_path: Path, capfd: Capture
+    how: str, code: int, settings: dict[str, Any], one: Case, tmp_path: Path, new_run: Path, capfd: Capture
 ) -> None:
-    run_dir = tmp_path / "run"
     signals = [signal.SIGTERM]
 
     def reply(payload: dict[str, Any]) -> Reply:
-        if list(run_dir.glob("hidden/*/states-00002.safetensors" if settings else "state/step-00000002")):
+        if list(new_run.glob("hidden/*/states-00002.safetensors" if settings else "state/step-00000002")):
             if how == "dead":
                 return Reply(503)
             while signals:
                 os.kill(os.getpid(), signals.pop())
         return one.engine(payload)
 
-    found, first = one.run(run_dir, reply, **settings)
+    found, first = one.run(new_run, reply, **settings)
     assert found == code
-    waits = "answers 503 (Service Unavailable); waiting for it." in (run_dir / "run.log").read_text()
+    waits = "answers 503 (Service Unavailable); waiting for it." in (new_run / "run.log").read_text()
     assert waits == (", 14 times; expected an answer. " in capfd.readouterr().err) == (how == "dead")
     assert_nothing_left(one.engine)
-    finished = shards(run_dir)
+    finished = shards(new_run)
     one.engine.fingerprints = itertools.repeat("of FP8")
-    assert one.run(run_dir, one.engine, **settings)[0] == 2
+    assert one.run(new_run, one.engine, **settings)[0] == 2
     assert re.search(r": is \[.*'of FP8'.*; expected \[.*'vllm-0.32.0-abc'.*, with which", capfd.readouterr().err)
     one.engine.fingerprints = itertools.repeat("vllm-0.32.0-abc")
-    found, second = one.run(run_dir, one.engine, **settings)
+    found, second = one.run(new_run, one.engine, **settings)
     assert found == 0
-    assert_same_training(run_dir, one.here)
+    assert_same_training(new_run, one.here)
     # Those of finished steps are not asked for again.
     assert set(first) - set(second)
     if settings:
         assert sum(len(load(content)) for content in finished.values()) == NUM_TEXTS - len(second)
         one.run(tmp_path / "whole", one.engine, **settings)
-        assert shards(run_dir) == shards(tmp_path / "whole") | finished
+        assert shards(new_run) == shards(tmp_path / "whole") | finished
 
 
 @contextmanager
@@ -209,12 +206,11 @@ def stopped_at_the_first_save() -> Iterator[None]:
         yield
 
 
-def test_a_complete_cache_needs_no_server(one: Case, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_complete_cache_needs_no_server(one: Case, new_run: Path) -> None:
     with stopped_at_the_first_save():
-        assert one.run(run_dir, one.engine, **CACHED)[0] == 143
-    assert one.run(run_dir, lambda payload: Reply(503), **CACHED) == (0, [])
-    assert_same_training(run_dir, one.here)
+        assert one.run(new_run, one.engine, **CACHED)[0] == 143
+    assert one.run(new_run, lambda payload: Reply(503), **CACHED) == (0, [])
+    assert_same_training(new_run, one.here)
 
 
 def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so(
@@ -242,14 +238,13 @@ def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so
 @pytest.mark.slow
 @cases(DDP, FSDP2)
 @ONLINE_OR_CACHED
-def test_two_processes_share_a_server(settings: dict[str, Any], setup: Setup, one: Case, tmp_path: Path) -> None:
+def test_two_processes_share_a_server(settings: dict[str, Any], setup: Setup, one: Case, new_run: Path) -> None:
     """Of the one shard of a cache, a process has nothing to write."""
-    run_dir = tmp_path / "run"
     flags = ("--num_processes", "2")
     with openai_server(one.engine, owner="vllm") as served:
-        words = one.words(run_dir, served.url, **settings)
+        words = one.words(new_run, served.url, **settings)
         done = start(setup.machine, CPU_SHARDS, *words, flags=flags, **setup.variables)
-    assert outcome(run_dir)["reason"] == "unjudged", done.stderr
-    assert {line["wrapper"] for line in metrics(run_dir) if "loss" in line} == {setup.wrapper}
-    assert_same_training(run_dir, one.here)
+    assert outcome(new_run)["reason"] == "unjudged", done.stderr
+    assert {line["wrapper"] for line in metrics(new_run) if "loss" in line} == {setup.wrapper}
+    assert_same_training(new_run, one.here)
     assert_nothing_left(one.engine)

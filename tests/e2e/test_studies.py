@@ -41,9 +41,8 @@ def cells_of(report: Any, **fields: Any) -> list[Any]:
 
 
 def test_evaluate_measures_a_grid_once(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, out: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
     command = ["evaluate", inputs / "base", *suite(inputs), "--out", out]
     report = document(command, capfd)
     assert report == read_json(out / "report.json")

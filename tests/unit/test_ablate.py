@@ -67,9 +67,8 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_every_cell_is_trained_measured_and_not_done_twice(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    out = tmp_path / "out"
     argv = [str(recipe), "--out", str(out), "--losses", "kl,ce", "--unrolls", "exact,fastmtp", "--seeds", "2"]
     found = ablate.main(argv)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(json.dumps(found))

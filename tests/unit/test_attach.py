@@ -69,8 +69,8 @@ def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
     torch.testing.assert_close(head.state_dict(), expected.state_dict(), atol=0, rtol=0)
 
 
-def test_a_graft_is_refused_a_wiring_that_no_engine_has(tmp_path: Path) -> None:
-    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5"))
+def test_a_graft_is_refused_a_wiring_that_no_engine_has(saved: Path) -> None:
+    base, finetune = (open_checkpoint(saved / name) for name in ("base", "finetune"))
     with pytest.raises(UnsupportedModelError, match=r"head\.convention: 'vlm'; expected one of auto, "):
         graft_plan(finetune, base, "vlm")
 

@@ -24,19 +24,6 @@ from tiny import tiny_head, tiny_trunk
 FC, NORM = "mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of Qwen3.5's family, and a fine-tune of it."""
-    directory = tmp_path_factory.mktemp("saved")
-    base_and_finetune(directory, "qwen3_5")
-    return directory
-
-
-@pytest.fixture
-def base(saved: Path) -> Path:
-    return saved / "base"
-
-
 def with_tensors(path: Path, out: Path, change: Callable[[Tensors], Tensors], **metadata: str) -> Path:
     """Write a copy of a checkpoint with other tensors, in a single file."""
     shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", INDEX_FILE))

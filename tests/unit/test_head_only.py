@@ -76,9 +76,8 @@ def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path, out: Path) -
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
 
 
-def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path) -> None:
+def test_a_wrapper_that_names_the_lm_head_too_keeps_it(tmp_path: Path, out: Path) -> None:
     base = base_of(tmp_path, "qwen3_5")
-    out = tmp_path / "out"
     tensors = load_file(base / SINGLE_FILE)
     renamed = {key.replace("lm_head.", "language_model.lm_head."): value for key, value in tensors.items()}
     save_file(renamed, base / SINGLE_FILE)

@@ -89,18 +89,6 @@ def pack_head(path: Path, method: str = "awq") -> None:
     assert len(pack_projections(path, open_checkpoint(path).layout.is_head_key, *METHODS[method])) >= 7
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> Path:
-    base, _ = base_and_finetune(tmp_path / "packed", "qwen3_5")
-    pack_head(base)
-    return base
-
-
-@pytest.fixture
-def original(tmp_path: Path) -> Path:
-    return base_and_finetune(tmp_path / "original", "qwen3_5")[0]
-
-
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_packed_head_is_named_with_its_method_and_its_cure(
@@ -118,29 +106,28 @@ def test_a_packed_head_is_named_with_its_method_and_its_cure(
     assert document(["inspect", paste(found["cure"].replace("BASE", str(original)))], capfd)["status"] == "healthy"
 
 
-def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> None:
-    tensors = load_file(packed / SINGLE_FILE)
+def test_what_is_lost_beside_is_still_damage(base: Path, capfd: Capture) -> None:
+    pack_head(base)
+    tensors = load_file(base / SINGLE_FILE)
     for lost in ("mtp.norm.weight", "mtp.layers.0.mlp.up_proj.qweight"):
         without = {key: value for key, value in tensors.items() if not key.startswith(lost.rpartition(".")[0])}
-        save_tensors(without, packed / SINGLE_FILE)
-        found = document(["inspect", packed], capfd)
+        save_tensors(without, base / SINGLE_FILE)
+        found = document(["inspect", base], capfd)
         assert (found["status"], len(found["missing_keys"])) == ("partial", 1)
     tensors["mtp.extra.qweight"] = torch.ones(1, dtype=torch.int32)
-    save_tensors(tensors, packed / SINGLE_FILE)
-    assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
+    save_tensors(tensors, base / SINGLE_FILE)
+    assert document(["inspect", base], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, original: Path, tmp_path: Path) -> None:
-    packed, _ = base_and_finetune(tmp_path / "packed", "qwen3_5")
-    pack_head(packed, method)
-    before = all_tensors(packed)
-    plain = all_tensors(original)
+def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, base: Path, saved: Path, out: Path) -> None:
+    pack_head(base, method)
+    before = all_tensors(base)
+    plain = all_tensors(saved / "base")
     if sharded:
-        shard(packed)
-    out = tmp_path / "out"
-    assert run_command("graft", packed, "--from", original, "--out", out) == 0
+        shard(base)
+    assert run_command("graft", base, "--from", saved / "base", "--out", out) == 0
     written = all_tensors(out)
     assert same(written, {key: (plain if key.startswith("mtp.") else before)[key] for key in plain})
     assert diagnose_head(open_checkpoint(out)).complete

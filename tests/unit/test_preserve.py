@@ -163,13 +163,12 @@ def test_only_the_main_process_writes(base: Path, tmp_path: Path, out: Path) -> 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("step", range(4))
 def test_a_kill_at_any_step_leaves_a_checkpoint_that_loads(
-    step: int, sharded: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, sharded: bool, base: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
 
     model = load(base)
-    out = tmp_path / "out"
     size = "20KB" if sharded else "1GB"
     model.save_pretrained(tmp_path / "plain", max_shard_size=size)
     keep_head(model)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import all_tensors, base_and_finetune, holds, same, save_tensors, shard
+from checkpoints import all_tensors, holds, same, save_tensors, shard
 from json_files import read_json, write_json
 from left_over import OLD_SHARDS, changed, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
@@ -19,18 +18,6 @@ from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from runs import Capture, paste
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    base_and_finetune(directory, "qwen3_5")
-    return directory
-
-
-@pytest.fixture
-def base(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "base", tmp_path / "base"))
 
 
 def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
@@ -122,10 +109,10 @@ def test_an_index_that_adds_nothing_leaves_the_single_file_the_checkpoint(index:
     assert open_checkpoint(base).index is None
 
 
-def test_names_of_left_over_shards_are_not_used(base: Path, saved: Path, tmp_path: Path, out: Path) -> None:
-    old_shards(base, head_of(base))
-    expected = all_tensors(saved / "finetune")
-    finetune = old_shards(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned")), head_of(base))
+def test_names_of_left_over_shards_are_not_used(base: Path, finetune: Path, saved: Path, out: Path) -> None:
+    expected = all_tensors(finetune)
+    for path in (base, finetune):
+        old_shards(path, head_of(saved / "base"))
     graft(finetune, saved / "base", out)
     written = all_tensors(out)
     assert holds(written, expected)
