@@ -1,6 +1,6 @@
 """The comparison with other trainers: what a peer is given, whose head is decoded, and how it resumes.
 
-A stand-in takes the peer's place: it leaves the head as it was.
+Stand-ins take the places of a peer, which leaves the head as it was, and of vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import peers
+from engines import launch
 from json_files import read_json
+from mtp_train import inspect
 from peers import Cell
 from runs import write_inputs, write_recipe
 
@@ -23,28 +25,41 @@ texts, verifier, out = map(pathlib.Path, sys.argv[1:4])
 shutil.copytree(verifier, out / "stitched")
 print(json.dumps({"cpu_seconds": 1, "flags": sys.argv[4:], "texts": len(json.loads(texts.read_text()))}))
 """
+VLLM = """
+import json, pathlib, sys
+prompts = json.loads(pathlib.Path(sys.argv[1]).read_text())["prompts"]
+rounds = [{"drafts": [], "committed": [1]}, {"drafts": [2, 3], "committed": [2, 4]}]
+pathlib.Path(sys.argv[2]).write_text(json.dumps({"engine": "vllm", "texts": [rounds] * len(prompts)}))
+"""
 OURS, PEER = Cell("ours", "ce", "0.006"), Cell("speculators_before_norm", "ce", "0.001")
 
 
 def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "train_speculators.py"
-    out = tmp_path / "out"
     program.write_text(STAND_IN)
     python = tmp_path / "speculators" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
+    (tmp_path / "run_vllm.py").write_text(VLLM)
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(launch, "PROGRAMS", tmp_path)
     monkeypatch.setattr(peers, "TRAINERS", {"mtp": (("ours", "ce"), ("speculators_before_norm", "ce"))})
     settings: dict[str, Any] = {"train__max_steps": 2, "data__regenerate": {"max_new_tokens": 12}}
     recipe = write_recipe(tmp_path / "recipe.yaml", write_inputs(tmp_path / "in"), tmp_path / "run", **settings)
     argv = [str(recipe), "--environments", str(tmp_path), "--out", str(out), "--seeds", "1", "--rates", "0.006,0.001"]
+    argv += ["--vllm", sys.executable]
     found = peers.main(argv)
     start = read_json(out / "start.json")
     # The stand-in's head is the graft, and ours has moved.
     assert found["counts"][PEER.name] == {one: [counts] for one, counts in start.items()}
     assert found["counts"][OURS.name] != found["counts"][PEER.name]
+    # Each head in a checkpoint of its own; one round with drafts a prompt, of which one is right.
+    assert read_json(out / "peers_vllm.json")["counts"][OURS.name] == {"0": [[[1, 1]] * found["prompts"]]}
+    served = [Path(read_json(out / f"{one.name}-0/vllm/job.json")["checkpoint"]) for one in (OURS, PEER)]
+    assert served[1] == out / f"{PEER.name}-0/stitched"
+    assert all(inspect(one).status == "healthy" for one in served)
     (cost,) = found["costs"][PEER.name]
     flags = dict(zip(cost["flags"][::2], cost["flags"][1::2], strict=True))
     assert (flags["--steps"], flags["--states"], flags["--lr"], flags["--seed"]) == ("2", "before_norm", "0.001", "0")
