@@ -115,6 +115,16 @@ def test_a_form_that_is_not_supported_is_named_by_every_reader(tmp_path: Path) -
         head_plan(written.source, str(written.out))
 
 
+def test_sglang_is_not_offered_a_layer_that_adds_to_the_normed_state(tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3")
+    written.write()
+    assert inspect(written.out, written.source.path).serves["sglang"].startswith("python -m sglang")
+    set_fields(written.out, {"norm_before_residual": True})
+    serves = inspect(written.out, written.source.path).serves
+    assert serves["sglang"] == "no: does not read norm_before_residual"
+    assert serves["vllm"].startswith("vllm serve ")
+
+
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_draft_of_the_whole_vocabulary_may_borrow_the_trunk_s_lm_head(

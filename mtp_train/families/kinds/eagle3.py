@@ -38,9 +38,10 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = hidden_norm
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = self.self_attn.get_submodule(name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            self.self_attn.set_submodule(name, wide)
+            one = self.self_attn.get_submodule(name)
+            self.self_attn.set_submodule(
+                name, nn.Linear(2 * one.in_features, one.out_features, bias=one.bias is not None)
+            )
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
 
@@ -73,10 +74,9 @@ class Eagle3Module(Block):
 
 
 def _reading_two(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer = classes.stock_layer(config, layer_idx)
-    # Only third-party checkpoints set it; ours omit it.
-    adds_normed = config.to_dict().get("norm_before_residual")
-    return Eagle3Layer(layer, classes.make_norm(config), adds_normed=adds_normed)
+    # Only third-party checkpoints set it: SGLang does not read it.
+    adds_normed = getattr(config, "norm_before_residual", False)
+    return Eagle3Layer(classes.stock_layer(config, layer_idx), classes.make_norm(config), adds_normed=adds_normed)
 
 
 def _trunk_layers(text_config: PretrainedConfig) -> tuple[int, ...]:
@@ -98,13 +98,12 @@ def _config(
 ) -> dict[str, Any]:
     # It does not name the layers whose states the head reads: engines agree on the default, but count named layers from
     # different ends.
-    layer = layer_config.to_dict()
     return {
         **llama.draft_config(layer_config, trunk),
         "draft_vocab_size": num_drafted or layer_config.vocab_size,
-        "target_hidden_size": layer["hidden_size"],
+        "target_hidden_size": layer_config.hidden_size,
         # Always written: vLLM's default for a missing field is true.
-        "norm_before_residual": bool(layer.get("norm_before_residual")),
+        "norm_before_residual": getattr(layer_config, "norm_before_residual", False),
     }
 
 
