@@ -106,11 +106,9 @@ def own_questions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Those that end within 64 tokens, each once. Questions with the same first four words are a group.
     """
-    import torch
-
     from mtp_inference import Request, Sampling, SpeculativeDecoder
 
-    decoder = SpeculativeDecoder.from_pretrained(options.model, depth=0, max_batch=BATCH, dtype=torch.bfloat16)
+    decoder = SpeculativeDecoder.from_pretrained(options.model, depth=0, max_batch=BATCH)
     mark = "\N{SNOWMAN}"
     tokenizer: Any = decoder.tokenizer
     whole: str = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
@@ -188,9 +186,12 @@ def finetune(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
+    from mtp_train.trunk.precision import bf16_support
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     pages = {inspect.getdoc(owner) or "": name for name, owner in members(TUNED_ON)}
     long = sorted((name, page) for page, name in pages.items() if len(page) > 400)
-    chosen = random.Random(0).sample(long, min(PAGES, len(long)))
+    chosen = random.Random(0).sample(long, PAGES)
     chats = [
         [{"role": "user", "content": f"Document {name}."}, {"role": "assistant", "content": page}]
         for name, page in chosen
@@ -205,11 +206,10 @@ def finetune(options: argparse.Namespace) -> None:
         num_train_epochs=1,
         learning_rate=1e-4,
         lr_scheduler_type="cosine",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
+        use_cpu=device.type == "cpu",
+        bf16=bf16_support(device)[0],
         logging_steps=5,
         save_strategy="no",
-        report_to="none",
         seed=0,
     )
     Trainer(model, settings, train_dataset=[{"input_ids": one, "labels": one} for one in ids]).train()
