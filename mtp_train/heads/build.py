@@ -177,20 +177,19 @@ def fresh_plan(
 ) -> HeadPlan:
     """Plan to start from a new head, stored in the trunk's dtype.
 
-    Norms start as the identity in their own parametrisation (transformers' initial values). Matrices get the trunk's
-    initialisation. With ``copy_last_layer`` the head's layer starts as the trunk's last layer of the same kind, the
-    final norm as the trunk's, and the projection as the mean of its two inputs. The final norm of a head of another
-    kind always starts as the trunk's, and parallel modules always start as the identity.
+    Norms start as the identity in their own parametrisation (transformers' initial values). Matrices of n columns are
+    drawn with the standard deviation 1 / sqrt(n), EAGLE-3's projection of the trunk's states with a fifth of it. With
+    ``copy_last_layer`` the head's layer starts as the trunk's last layer of the same kind, the final norm as the
+    trunk's, and the projection as the mean of its two inputs. Parallel modules always start as the identity.
     """
     family = of_kind(checkpoint.family, kind)
     layout = replace(checkpoint.layout, family=family)
     family.convention(convention)
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
-    _init_random(head, text_config.initializer_range, seed)
-    if start == "copy_last_layer" or family.kind.has_file:
-        _init_last_norm(checkpoint, text_config, head)
+    _init_random(head, seed)
     if start == "copy_last_layer":
+        _init_last_norm(checkpoint, text_config, head)
         _init_projection(head)
     if family.wiring.own_lm_head:
         stored = layout.lm_head_key in checkpoint.tensors
@@ -216,7 +215,7 @@ def fresh_plan(
     return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 
 
-def _init_random(head: MtpHead, std: float, seed: int) -> None:
+def _init_random(head: MtpHead, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -225,7 +224,9 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
             if head.chaining == "parallel" or name.endswith(("bias", "sinks", "base")):
                 parameter.zero_()
             elif parameter.ndim > 1 and not name.endswith("norm.weight"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                # What EAGLE-3's layer reads of the next token is added to its projection of states, which are large.
+                size = 0.2 if name.endswith(".fc.weight") else 1.0
+                parameter.normal_(std=size * parameter.shape[-1] ** -0.5, generator=generator)
             elif name.endswith("scale"):
                 parameter.fill_(1.0)
 

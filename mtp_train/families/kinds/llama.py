@@ -57,7 +57,6 @@ def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedC
         max_position_embeddings=text_config.max_position_embeddings,
         rms_norm_eps=fields.get("rms_norm_eps") or 1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta") or 10000.0)},
-        initializer_range=text_config.initializer_range,
     )
 
 
