@@ -13,7 +13,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from mtp_train.data.pack import PackedBatch
 from mtp_train.families import FAMILIES, Family, of_kind
@@ -70,22 +70,13 @@ def tiny_trunk(
     num_experts: int | None = None,
 ) -> Trunk:
     """Return a trunk of a few thousand parameters, fp32 on CPU, frozen and in eval mode."""
-    model = tiny_model(name, seed, tied, vocab_size, num_layers, width, num_experts)
+    model = tiny_model(name, tiny_config(name, tied, vocab_size, num_layers, width, num_experts), seed)
     return Trunk(model.requires_grad_(False).eval(), family_of(name))
 
 
-def tiny_model(
-    name: str,
-    seed: int = 0,
-    tied: bool = False,
-    vocab_size: int = VOCAB_SIZE,
-    num_layers: int | None = None,
-    width: int | None = None,
-    num_experts: int | None = None,
-) -> Any:
+def tiny_model(name: str, config: PretrainedConfig, seed: int = 0) -> Any:
     """Return the model of a tiny trunk as transformers makes it, in training mode."""
     family = family_of(name)
-    config = tiny_config(name, tied, vocab_size, num_layers, width, num_experts)
     if family.trunk.stand_in is not None:
         model = family.trunk.stand_in.model_class()(config.get_text_config())
     else:

@@ -21,6 +21,7 @@ from mtp_train.hooks.train_beside import HeadBeside, train_head_beside
 from mtp_train.trunk.load import Trunk
 from preserving import load, make_trainer
 from tiny import ALL_FAMILIES, family_of, random_tokens, tiny_head, tiny_model, tiny_trunk
+from tiny_configs import tiny_config
 
 
 def model_state(model: nn.Module) -> dict[str, object]:
@@ -88,7 +89,7 @@ def steps(model: Any, on_step: Callable[[], None] = lambda: None) -> list[Tensor
 
 
 def users_model(family_name: str) -> Any:
-    model = tiny_model(family_name)
+    model = tiny_model(family_name, tiny_config(family_name))
     if family_name == "gemma2":
         # The default of transformers 5.17; later releases refuse it together with bounds on scores.
         model.config._attn_implementation = "sdpa"

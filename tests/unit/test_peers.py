@@ -1,6 +1,6 @@
 """The comparison with other trainers: what a peer is given, whose head is decoded, and how it resumes.
 
-Stand-ins take the places of a peer, which leaves the head as it was, and of vLLM.
+Stand-ins take the places of a peer, which leaves the head as it was, or has our new one, and of vLLM.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,10 @@ from runs import write_inputs, write_recipe
 STAND_IN = """
 import json, pathlib, shutil, sys
 texts, verifier, out = map(pathlib.Path, sys.argv[1:4])
-shutil.copytree(verifier, out / "stitched")
+if "--draft-vocab" in sys.argv:
+    shutil.copytree(out.with_name("ours-kl-0.006-0") / "head", out / "draft")
+else:
+    shutil.copytree(verifier, out / "stitched")
 print(json.dumps({"cpu_seconds": 1, "flags": sys.argv[4:], "texts": len(json.loads(texts.read_text()))}))
 """
 VLLM = """
@@ -45,12 +47,14 @@ def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
     (tmp_path / "run_vllm.py").write_text(VLLM)
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
     monkeypatch.setattr(launch, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(peers, "TRAINERS", {"mtp": (("ours", "ce"), ("speculators_before_norm", "ce"))})
-    settings: dict[str, Any] = {"train__max_steps": 2, "data__regenerate": {"max_new_tokens": 12}}
-    recipe = write_recipe(tmp_path / "recipe.yaml", write_inputs(tmp_path / "in"), tmp_path / "run", **settings)
-    argv = [str(recipe), "--environments", str(tmp_path), "--out", str(out), "--seeds", "1", "--rates", "0.006,0.001"]
-    argv += ["--vllm", sys.executable]
-    found = peers.main(argv)
+    monkeypatch.setitem(peers.TRAINERS, "mtp", (("ours", "ce"), ("speculators_before_norm", "ce")))
+    inputs = write_inputs(tmp_path / "in")
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", inputs, tmp_path / "run", train__max_steps=2, data__regenerate={"max_new_tokens": 12}
+    )
+    argv = [str(recipe), "--environments", str(tmp_path), "--out", str(out), "--seeds", "1", "--rates"]
+    native = [*argv, "0.006,0.001", "--vllm", sys.executable]
+    found = peers.main(native)
     start = read_json(out / "start.json")
     # The stand-in's head is the graft, and ours has moved.
     assert found["counts"][PEER.name] == {one: [counts] for one, counts in start.items()}
@@ -66,5 +70,9 @@ def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
     texts = json.loads((out / "texts.json").read_text())
     assert cost["texts"] == len(texts) > 0
     assert all(len(one["input_ids"]) == len(one["loss_mask"]) and any(one["loss_mask"]) for one in texts)
+    # Sampled drafts show whether the peer's new head is the one that is decoded.
+    eagle3 = ["head.kind=eagle3", "head.init=random", "model.head_from=null", "evaluate.arms=[none, retrained]"]
+    new = peers.main([*argv, "0.006", "--out", f"{out}3", "head.draft_vocab=64", *eagle3])["counts"]
+    assert new["ours-kl-0.006"] == new["speculators-kl-0.006"]
     program.write_text("raise SystemExit(1)")
-    assert peers.main(argv)["counts"] == found["counts"]
+    assert peers.main(native)["counts"] == found["counts"]
