@@ -9,9 +9,10 @@
 
     python scripts/peers.py retrain_head --environments runs --out runs/peers_eagle3 --seeds 1 --rates 0.0007 \
         model.trunk=TRUNK model.head_from=null head.kind=eagle3 head.init=random head.draft_vocab=8192 \
-        data.sources.0.path=PROMPTS data.responses=RUN data.holdout=0.1 data.regenerate.max_prompts=400 \
+        data.sources.0.path=PROMPTS data.holdout=0.3 data.regenerate.max_prompts=400 \
         data.regenerate.max_new_tokens=160 train.precision=fp32 train.max_steps=100 train.tokens_per_step=2048 \
-        train.micro_batch_sequences=1 'evaluate.arms=[none, retrained]' evaluate.prompts=96 evaluate.max_new_tokens=64
+        train.micro_batch_sequences=1 'train.hidden_cache={}' 'evaluate.arms=[none, retrained]' evaluate.prompts=96 \
+        evaluate.max_new_tokens=64
 
 All train on the answers of the recipe, from the same graft, or a new head as each starts one, with equal steps of as
 many tokens; the last tenth of the answers is left to speculators' validation. Our decoder judges, on the recipe's
