@@ -189,7 +189,7 @@ def fresh_plan(
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     _init_random(head, seed)
     if start == "copy_last_layer":
-        _init_last_norm(checkpoint, text_config, head)
+        _init_last_norm(checkpoint, head)
         _init_projection(head)
     if family.wiring.own_lm_head:
         stored = layout.lm_head_key in checkpoint.tensors
@@ -231,17 +231,13 @@ def _init_random(head: MtpHead, seed: int) -> None:
                 parameter.fill_(1.0)
 
 
-def _init_last_norm(checkpoint: Checkpoint, text_config: PretrainedConfig, head: MtpHead) -> None:
-    """Start the head's final norm as the trunk's, whose stored weight w multiplies by w or by 1 + w."""
+def _init_last_norm(checkpoint: Checkpoint, head: MtpHead) -> None:
+    """Start the head's final norm as the trunk's."""
     key = checkpoint.layout.final_norm_key
     norm = head.module_for(1).final_norm
-    if isinstance(norm, nn.Identity) or key not in checkpoint.tensors:
-        return
-    identity_D = next(checkpoint.family.classes.make_norm(text_config).parameters())
-    weight_D = norm.get_parameter("weight")
-    with torch.no_grad():
-        # The new norm is the identity: the difference is 0 where both norms store it alike.
-        weight_D.copy_(checkpoint.read(key).float() + (weight_D - identity_D))
+    if not isinstance(norm, nn.Identity) and key in checkpoint.tensors:
+        with torch.no_grad():
+            norm.get_parameter("weight").copy_(checkpoint.read(key))
 
 
 def _init_projection(head: MtpHead) -> None:

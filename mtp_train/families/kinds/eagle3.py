@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +39,9 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = hidden_norm
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
-            one = self.self_attn.get_submodule(name)
-            self.self_attn.set_submodule(
-                name, nn.Linear(2 * one.in_features, one.out_features, bias=one.bias is not None)
-            )
+            narrow = self.self_attn.get_submodule(name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            self.self_attn.set_submodule(name, wide)
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.mlp = layer.mlp
 
@@ -74,7 +74,7 @@ class Eagle3Module(Block):
 
 
 def _reading_two(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    # Only third-party checkpoints set it: SGLang does not read it.
+    # Only third-party checkpoints set it; ours must do without, for SGLang.
     adds_normed = getattr(config, "norm_before_residual", False)
     return Eagle3Layer(classes.stock_layer(config, layer_idx), classes.make_norm(config), adds_normed=adds_normed)
 
@@ -103,11 +103,22 @@ def _config(
         "draft_vocab_size": num_drafted or layer_config.vocab_size,
         "target_hidden_size": layer_config.hidden_size,
         # Always written: vLLM's default for a missing field is true.
-        "norm_before_residual": getattr(layer_config, "norm_before_residual", False),
+        "norm_before_residual": bool(getattr(layer_config, "norm_before_residual", False)),
     }
 
 
-EAGLE3 = DraftParts(
+class Eagle3Parts(DraftParts):
+    """An EAGLE-3 head."""
+
+    def described(self, family: Family, config: RawConfig) -> Family:
+        described = super().described(family, config)
+        if not config.get("norm_before_residual"):
+            return described
+        # SGLang 0.5.23 adds the attention's output to the state itself.
+        return replace(described, engines={**described.engines, "sglang": no("does not read norm_before_residual")})
+
+
+EAGLE3 = Eagle3Parts(
     prefixes=("fc.", "midlayer.", "norm."),
     rules=key_rules(
         "", {"fc.weight": "fc.weight", "norm.weight": "final_norm.weight", "midlayer.{rest}": "layer.{rest}"}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Engines, EngineSupport, complete, no
+from mtp_train.families.engines import Engines, EngineSupport, complete
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, RawConfig, Wiring
 from mtp_train.head_kinds import SUGGESTED_DEPTH, HeadKind, find_head_kind, head_kinds
 
@@ -202,9 +202,7 @@ class DraftParts(KindParts):
             return family
         fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
         layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
-        # EAGLE-3's. SGLang 0.5.23 adds the attention's output to the state itself.
-        refused = {"sglang": no("does not read norm_before_residual")} if config.get("norm_before_residual") else {}
-        return replace(family, layer=layer, engines={**family.engines, **refused})
+        return replace(family, layer=layer)
 
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
