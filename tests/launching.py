@@ -157,12 +157,11 @@ def left_by(run_dir: Path) -> Iterator[Any]:
     yield files
 
 
-# The noise of rounding depends on how many prompts are decoded together, on CPUs without AVX-512.
-SPEEDS = ("speed", "second", "round", "break_even", "cost", "noise")
+SPEEDS = ("speed", "second", "round", "break_even", "cost")
 
 
 def without_speed(found: Any) -> Any:
-    """Return the part of a report that neither a clock nor rounding decides."""
+    """Return the part of a report that no clock decides."""
     if isinstance(found, list):
         return [without_speed(one) for one in found]
     if not isinstance(found, dict):

@@ -88,7 +88,10 @@ def test_two_processes_measure_a_head_as_one_does(both: Path, run_dir: Path) -> 
         json.loads((path / "report.json").read_text().replace(str(path), "RUN"))
         for path in (both / "measured", run_dir)
     )
-    assert (found["settings"].pop("processes"), expected["settings"].pop("processes")) == (2, 1)
+    assert [one["settings"].pop("processes") for one in (found, expected)] == [2, 1]
+    # Products of fewer rows may be summed in another order.
+    noise, alone = (one["lossless"].pop("noise") for one in (found, expected))
+    assert noise == pytest.approx(alone, rel=0.1)
     assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
 
 

@@ -214,25 +214,24 @@ def test_a_complete_cache_needs_no_server(one: Case, new_run: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_its_own_cache_loads_no_layers_and_check_says_so(
-    one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Case, new_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
     words = overrides_of(**CACHED)
 
     def trunk_bytes(*more: str) -> int:
-        return check(one.recipe, [f"run_dir={run_dir}", *words, *more]).memory.trunk_bytes
+        return check(one.recipe, [f"run_dir={new_run}", *words, *more]).memory.trunk_bytes
 
     whole = trunk_bytes()
     ends = trunk_bytes("train.states.endpoint=http://localhost:1/v1")
     assert whole > ends
     with stopped_at_the_first_save():
-        assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 143
+        assert main(["run", str(one.recipe), f"run_dir={new_run}", *words]) == 143
     assert trunk_bytes() == ends
     # To decode, and to compute states in each step, the whole trunk is needed.
     assert trunk_bytes("gate.enabled=true", "data.holdout=0.4") == trunk_bytes("train.hidden_cache=null") == whole
     monkeypatch.setattr(trunks, "load_trunk", lambda *_, **__: pytest.fail("loads a trunk"))
-    assert main(["run", str(one.recipe), f"run_dir={run_dir}", *words]) == 0
-    assert_same_training(run_dir, one.here)
+    assert main(["run", str(one.recipe), f"run_dir={new_run}", *words]) == 0
+    assert_same_training(new_run, one.here)
 
 
 @pytest.mark.slow

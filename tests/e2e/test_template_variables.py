@@ -17,7 +17,9 @@ TOOLS = [{"type": "function", "function": {"name": "lookup"}}]
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
-def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_prompts_are_answered_as_the_trunk_is_served(
+    own_inputs: Path, tmp_path: Path, new_run: Path, capfd: Capture
+) -> None:
     inputs = own_inputs
     tokenizer = byte_tokenizer(THINKS)
     tokenizer.save_pretrained(inputs / "finetune")
@@ -30,10 +32,9 @@ def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path:
         "seq_len_tokens": 192,
         "regenerate": {"temperature": 0.0, "max_new_tokens": 4},
     }
-    recipe = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data)
-    run = tmp_path / "run"
+    recipe = write_recipe(tmp_path / "a.yaml", inputs, new_run, data=data)
     document(["regenerate", recipe, "data.chat_template_kwargs.enable_thinking=false"], capfd)
-    (directory,) = run.glob("data/responses-*")
+    (directory,) = new_run.glob("data/responses-*")
     rendered = {"tools": TOOLS, "enable_thinking": False, "add_generation_prompt": True, "return_dict": False}
     expected = {tuple(tokenizer.apply_chat_template(one, **rendered)) for one in asked}
     found = {row.prompt_ids for row in stored_rows(directory)}
@@ -41,7 +42,7 @@ def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path:
     assert found <= expected
     # Served with thinking, they are answers to other prompts: no run takes them over.
     assert "data.chat_template_kwargs" in refusal(["regenerate", recipe], capfd)
-    other = write_recipe(tmp_path / "b.yaml", inputs, tmp_path / "other", data={**data, "responses": str(run)})
+    other = write_recipe(tmp_path / "b.yaml", inputs, tmp_path / "other", data={**data, "responses": str(new_run)})
     assert main(["regenerate", str(other)]) == 2
     assert "has no response to any of the" in capfd.readouterr().err
 

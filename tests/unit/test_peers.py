@@ -41,16 +41,19 @@ def test_a_peer_trains_on_our_answers_and_our_decoder_judges_its_head(
 ) -> None:
     program = tmp_path / "train_speculators.py"
     program.write_text(STAND_IN)
-    python = tmp_path / "speculators" / "bin" / "python"
+    python = tmp_path / "speculators/bin/python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     (tmp_path / "run_vllm.py").write_text(VLLM)
     monkeypatch.setattr(peers, "PROGRAMS", tmp_path)
     monkeypatch.setattr(launch, "PROGRAMS", tmp_path)
     monkeypatch.setitem(peers.TRAINERS, "mtp", (("ours", "ce"), ("speculators_before_norm", "ce")))
-    inputs = write_inputs(tmp_path / "in")
     recipe = write_recipe(
-        tmp_path / "recipe.yaml", inputs, tmp_path / "run", train__max_steps=2, data__regenerate={"max_new_tokens": 12}
+        tmp_path / "recipe.yaml",
+        write_inputs(tmp_path / "in"),
+        tmp_path / "run",
+        train__max_steps=2,
+        data__regenerate={"max_new_tokens": 12},
     )
     argv = [str(recipe), "--environments", str(tmp_path), "--out", str(out), "--seeds", "1", "--rates"]
     native = [*argv, "0.006,0.001", "--vllm", sys.executable]

@@ -95,17 +95,16 @@ def test_a_new_directory_appears_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
-    target = tmp_path / "out"
+def test_an_existing_target_is_refused(kind: str, tmp_path: Path, out: Path) -> None:
     if kind == "directory":
-        target.mkdir()
+        out.mkdir()
     elif kind == "file":
-        target.write_text("mine")
+        out.write_text("mine")
     else:
-        target.symlink_to(tmp_path / "nowhere")
+        out.symlink_to(tmp_path / "nowhere")
     with (
         pytest.raises(OutputExistsError, match="out: already exists; expected a new path for the thing"),
-        new_directory(target, what="the thing"),
+        new_directory(out, what="the thing"),
     ):
         pytest.fail("the block ran")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
